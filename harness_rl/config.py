@@ -1,0 +1,306 @@
+"""The one typed run config. Every deadline, queue size, retry count and limit of a run is a field here, with its unit.
+
+A TOML file, `--set section.key=value` and the flat TRL-named views of `trainer.py` all end in one `RunConfig`; nothing is configured twice.
+Unknown keys are refused with the nearest valid name. Resolving a config imports no torch and touches nothing but the TOML file.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from harness_rl.errors import UserError
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", validate_assignment=True)
+
+
+class RunSection(Section):
+    name: str = "run"
+    """Folder name under `dir`."""
+    dir: Path = Path("runs")
+    steps: int = Field(20, ge=1)
+    """Optimizer steps."""
+    seed: int = 0
+    """Of the task order and the learner; every sampled call has its own recorded seed."""
+    short: bool = False
+    """The short form for a continuous-integration machine: few steps, small evals, no reward bar."""
+    stop_grace_s: float = Field(30.0, gt=0)
+    """On SIGINT or SIGTERM: seconds until what still runs is killed."""
+    max_unscorable_steps: int = Field(3, ge=1)
+    """The run stops when so many steps' worth of rollouts in a row had no reward at all."""
+
+
+class ModelSection(Section):
+    name: str = "smollm2-135m"
+    """A name of `harness-rl models`, a folder in Hugging Face format, or a hub id."""
+
+
+class EngineSection(Section):
+    url: str | None = None
+    """A running vLLM; None launches one."""
+    python: Path | None = None
+    """Interpreter of the torch environment; None = `.venv-torch` beside the control environment, else this one."""
+    host: str = "127.0.0.1"
+    port: int = Field(0, ge=0, le=65535)
+    """0 takes a free port."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """auto: float32 on CPU, bfloat16 on a GPU."""
+    max_model_len: int = Field(2048, ge=64)
+    max_num_seqs: int = Field(16, ge=1)
+    kv_cache_gib: float = Field(1.0, gt=0)
+    """CPU only."""
+    gpu_memory_fraction: float = Field(0.85, gt=0, le=1)
+    threads: int = Field(0, ge=0)
+    """CPU only; 0 = the measured plan for this number of cores."""
+    tool_call_parser: str = "hermes"
+    reasoning_parser: str | None = None
+    extra_args: list[str] = []
+    start_timeout_s: float = Field(600.0, gt=0)
+    request_timeout_s: float = Field(600.0, gt=0)
+    max_restarts: int = Field(2, ge=0)
+    expose_dev: bool = True
+    """Start the weight routes. The proxy never exposes them to a sandbox."""
+
+
+class ProxySection(Section):
+    host: str = "127.0.0.1"
+    port: int = Field(0, ge=0, le=65535)
+    capture: Literal["auto", "tokens", "chat"] = "auto"
+    durability: Literal["process", "host"] = "process"
+    start_timeout_s: float = Field(30.0, gt=0)
+    hold_timeout_s: float = Field(300.0, gt=0)
+    """How long a weight update may hold new calls before the agents are told to retry."""
+    max_restarts: int = Field(3, ge=0)
+
+
+class HarnessSection(Section):
+    name: str = "mini-swe-agent"
+    model_class: Literal["light", "litellm"] = "light"
+    """mini-swe-agent: `light` starts in a tenth of the time; `litellm` is the stock class."""
+    config: Path | None = None
+    """An ordinary configuration file of the agent, merged over its defaults."""
+    step_limit: int = Field(0, ge=0)
+    """The agent's own limit of model calls; 0 = none (the proxy's `max_calls` holds anyway)."""
+
+
+class SandboxSection(Section):
+    kind: Literal["local"] = "local"
+    memory_mb: int = Field(1024, ge=64)
+    cpus: float = Field(1.0, gt=0)
+    pids: int = Field(256, ge=16)
+    disk_mb: int = Field(512, ge=16)
+    stop_timeout_s: float = Field(20.0, gt=0)
+
+
+class RolloutSection(Section):
+    num_generations: int = Field(8, ge=2)
+    """Rollouts of one task that share a baseline."""
+    groups_per_step: int = Field(3, ge=1)
+    max_concurrent_rollouts: int = Field(8, ge=1)
+    max_staleness: int = Field(2, ge=0)
+    """Sampled tokens older than this many optimizer steps are masked `stale`."""
+    temperature: float = Field(1.0, gt=0)
+    max_output_tokens_per_call: int = Field(128, ge=1)
+    max_conversation_tokens: int = Field(1024, ge=1)
+    max_calls: int = Field(8, ge=1)
+    deadline_s: float = Field(300.0, gt=0)
+    """Wall clock of a whole rollout: sandbox, agent, verifier."""
+    agent_timeout_s: float = Field(180.0, gt=0)
+    max_retries: int = Field(2, ge=0)
+    """Of a rollout whose failure is not the policy's."""
+    seal_grace_s: float = Field(5.0, ge=0)
+    max_group_replacements: float = Field(1.0, ge=0)
+    """Zero-variance groups are replaced up to this multiple of `groups_per_step`; then the step is short."""
+    normalise_advantage: Literal["std", "none"] = "std"
+    shuffle_advantages: bool = False
+    """A control: advantages are shuffled inside each group, so that nothing can be learned."""
+    shuffle_tasks: bool = True
+
+
+class LearnerSection(Section):
+    python: Path | None = None
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    learning_rate: float = Field(1e-5, ge=0)
+    warmup_steps: int = Field(0, ge=0)
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.95
+    weight_decay: float = Field(0.0, ge=0)
+    max_grad_norm: float = Field(1.0, gt=0)
+    epsilon_low: float = Field(0.2, gt=0)
+    epsilon_high: float = Field(0.28, gt=0)
+    truncation: float = Field(2.0, gt=0)
+    """C in min(pi_old/mu, C)."""
+    ratio: Literal["proximal", "behaviour"] = "proximal"
+    """`proximal`: pi/pi_old, corrected by the truncated pi_old/mu; `behaviour`: TRL's pi/mu."""
+    minibatches: int = Field(1, ge=1)
+    """Optimizer steps per batch."""
+    micro_batch_tokens: int = Field(2048, ge=64)
+    loss_normalisation: Literal["token", "rollout"] = "token"
+    gradient_checkpointing: bool = False
+    threads: int = Field(0, ge=0)
+    start_timeout_s: float = Field(300.0, gt=0)
+    step_timeout_s: float = Field(1800.0, gt=0)
+    max_rejected_rows: int = Field(0, ge=0)
+    """Rows that break invariant 1 a run may hold (each is left out of training); one more stops the run."""
+
+
+class SyncSection(Section):
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    timeout_s: float = Field(300.0, gt=0)
+    probe_tokens: int = Field(512, ge=1)
+    """Tokens of real rows that the engine scores after each sync."""
+    probe_bound: float = Field(1e-4, gt=0)
+    """fp32: largest mean |difference| of logprobs between engine and learner."""
+
+
+class CheckpointSection(Section):
+    every: int = Field(0, ge=0)
+    """Steps; 0 = only at the end."""
+    keep: int = Field(2, ge=1)
+
+
+class TasksSection(Section):
+    train: Path | None = None
+    eval: Path | None = None
+
+
+class RewardSection(Section):
+    function: str | None = None
+    """`module:function` or `file.py:function`: outcome -> float | None."""
+    key: str = "reward"
+    """Which of the verifier's numbers is the reward."""
+
+
+class EvalSection(Section):
+    samples: int = Field(4, ge=1)
+    temperature: float = Field(1.0, gt=0)
+    at_start: bool = False
+    at_end: bool = False
+    max_tasks: int = Field(0, ge=0)
+    """0 = all."""
+
+
+class WarmupSection(Section):
+    enabled: bool = False
+    demonstrations: int = Field(64, ge=1)
+    """At most so many episodes are captured and trained."""
+    batch: int = Field(8, ge=1)
+    learning_rate: float = Field(5e-5, gt=0)
+    target_low: float = Field(0.25, ge=0, le=1)
+    target_high: float = Field(0.5, ge=0, le=1)
+    check_every: int = Field(2, ge=1)
+    """Optimizer steps between measurements of success."""
+    check_tasks: int = Field(24, ge=1)
+    """Rollouts per measurement."""
+
+
+class RunConfig(Section):
+    """The whole of a run. `harness-rl train CONFIG --dry-run` prints it resolved."""
+
+    run: RunSection = RunSection()
+    model: ModelSection = ModelSection()
+    engine: EngineSection = EngineSection()
+    proxy: ProxySection = ProxySection()
+    harness: HarnessSection = HarnessSection()
+    sandbox: SandboxSection = SandboxSection()
+    tasks: TasksSection = TasksSection()
+    rollout: RolloutSection = RolloutSection()
+    reward: RewardSection = RewardSection()
+    learner: LearnerSection = LearnerSection()
+    sync: SyncSection = SyncSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    eval: EvalSection = EvalSection()
+    warmup: WarmupSection = WarmupSection()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RunConfig:
+        if self.warmup.target_low >= self.warmup.target_high:
+            raise ValueError("warmup.target_low must be below warmup.target_high")
+        return self
+
+    @property
+    def run_dir(self) -> Path:
+        return self.run.dir / self.run.name
+
+
+def load_config(path: Path, overrides: list[str] | None = None) -> RunConfig:
+    """Read a TOML file and apply `section.key=value` overrides (values are TOML literals; a bare word is a string).
+
+    Relative paths in the file are relative to the working directory. Raises UserError.
+    """
+    try:
+        data: dict[str, Any] = tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise UserError(f"config: {path} does not exist; give the path of a TOML file") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+        raise UserError(f"config: {path} cannot be read: {error}") from None
+    return resolve_config(data, overrides or [], str(path))
+
+
+def resolve_config(data: dict[str, Any], overrides: list[str], where: str) -> RunConfig:
+    """A RunConfig from plain data and overrides. Raises UserError with one line per mistake's first."""
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        parts = key.strip().split(".")
+        if not equals or len(parts) != 2:
+            raise UserError(f"--set {text}: write --set section.key=value")
+        section = data.setdefault(parts[0], {})
+        if not isinstance(section, dict):
+            raise UserError(f"{where}: {parts[0]} is not a section")
+        section[parts[1]] = _literal(value.strip())
+    try:
+        return RunConfig.model_validate(data)
+    except ValidationError as error:
+        raise UserError(_first_mistake(error, where)) from None
+
+
+def to_toml(config: RunConfig) -> str:
+    """The resolved config as TOML text that `load_config` reads back to an equal config."""
+    lines: list[str] = []
+    for name, section in config:
+        lines.append(f"[{name}]")
+        for key, value in section:
+            if value is not None:
+                lines.append(f"{key} = {_toml_value(value)}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, list):
+        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+    text = str(value).replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'"{text}"'
+
+
+def _literal(text: str) -> Any:
+    try:
+        return tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _first_mistake(error: ValidationError, where: str) -> str:
+    mistake = error.errors()[0]
+    location = ".".join(str(part) for part in mistake["loc"])
+    if mistake["type"] == "extra_forbidden":
+        *parents, unknown = mistake["loc"]
+        model: Any = RunConfig
+        for parent in parents:
+            model = model.model_fields[parent].annotation
+        near = difflib.get_close_matches(str(unknown), list(model.model_fields), n=1)
+        hint = f"did you mean {'.'.join([*map(str, parents), near[0]])}?" if near else f"valid: {', '.join(model.model_fields)}"
+        return f"{where}: unknown key {location}; {hint}"
+    return f"{where}: {location or 'config'}: {mistake['msg']} (got {mistake.get('input')!r:.80})"

@@ -1,0 +1,124 @@
+"""From finished groups to the batch of a step.
+
+A rollout counts once: its advantage is computed from the group's scored rollouts and stamped on each of its rows, however many they are.
+Groups whose rewards
+are all equal carry no signal; they are counted and replaced, up to a bound, and then the step is short.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Literal
+
+from harness_rl.learner.advantages import group_advantages, has_signal
+from harness_rl.learner.rows import Row, build_rows
+from harness_rl.orchestrator.rollout import Rollout
+
+
+@dataclass
+class Group:
+    group_id: str
+    task: str
+    rollouts: list[Rollout]
+
+    @property
+    def rewards(self) -> list[float]:
+        """Of the scored rollouts."""
+        return [rollout.reward for rollout in self.rollouts if rollout.reward is not None]
+
+    @property
+    def usable(self) -> bool:
+        """At least two scored rollouts that differ in reward."""
+        return has_signal([rollout.reward for rollout in self.rollouts])
+
+    @property
+    def drop_reason(self) -> str | None:
+        if self.usable:
+            return None
+        return "zero_variance" if len(self.rewards) > 1 else "unscorable"
+
+
+@dataclass
+class Batch:
+    """What the learner gets for one step, and what the step saw on the way."""
+
+    step: int
+    groups: list[Group]
+    rows: list[Row]
+    considered: list[Group]
+    """All groups that finished for this step, those without signal included."""
+    short: bool
+    """True if the replacement bound was reached before `groups_per_step` usable groups were found."""
+
+
+@dataclass
+class Assembler:
+    """Collects finished groups and closes batches of whole groups in order of arrival."""
+
+    groups_per_step: int
+    max_replacements: float
+    scale: Literal["std", "none"]
+    shuffle: bool = False
+    seed: int = 0
+    batches_closed: int = 0
+    ready: list[Group] = field(default_factory=list)
+    considered: list[Group] = field(default_factory=list)
+    idle_rounds: int = 0
+    """Rounds in a row that reached the replacement bound without one usable group."""
+    last_idle: list[Group] = field(default_factory=list)
+    """The groups of the newest such round."""
+    row_counts: Counter[str] = field(default_factory=Counter)
+    """See `build_rows`; over the whole run."""
+
+    def add(self, group: Group) -> None:
+        self.considered.append(group)
+        if group.usable:
+            self.ready.append(group)
+
+    @property
+    def bound(self) -> int:
+        return round(self.groups_per_step * (1 + self.max_replacements))
+
+    def close(self) -> Batch | None:
+        """The next batch, or None if more groups are needed."""
+        full = len(self.ready) >= self.groups_per_step
+        exhausted = len(self.considered) >= self.bound
+        if not full and not exhausted:
+            return None
+        considered, self.considered = self.considered, []
+        if not self.ready:
+            self.idle_rounds += 1
+            self.last_idle = considered
+            return None
+        self.idle_rounds = 0
+        groups, self.ready = self.ready[: self.groups_per_step], self.ready[self.groups_per_step :]
+        rows = [row for group in groups for row in self._rows(group)]
+        batch = Batch(self.batches_closed, groups, rows, considered, short=not full)
+        self.batches_closed += 1
+        return batch
+
+    def _rows(self, group: Group) -> list[Row]:
+        advantages = group_advantages([rollout.reward for rollout in group.rollouts], scale=self.scale)
+        if self.shuffle:
+            advantages = shuffled(advantages, f"{self.seed}/{group.group_id}")
+        rows = []
+        for rollout, advantage in zip(group.rollouts, advantages, strict=True):
+            if advantage is None or rollout.outcome is None:
+                continue
+            for row in build_rows(rollout.outcome.trace, rollout.rollout_id, group.group_id, counts=self.row_counts):
+                row.advantage = advantage
+                rows.append(row)
+        return rows
+
+
+def shuffled(advantages: list[float | None], seed: str) -> list[float | None]:
+    """The same advantages on other rollouts of the group; rollouts without one keep None."""
+    places = [index for index, value in enumerate(advantages) if value is not None]
+    values = [advantages[index] for index in places]
+    random.Random(seed).shuffle(values)
+    result: list[float | None] = list(advantages)
+    for place, value in zip(places, values, strict=True):
+        result[place] = value
+    return result

@@ -1,0 +1,153 @@
+"""The journal: what a run has dispatched, scored, trained and made durable, in one SQLite file (WAL).
+
+A group moves one way, `running -> scored -> leased(step) -> trained(step) -> durable(checkpoint)`, or ends as `dropped(reason)`; a rollout
+is written
+before it is dispatched, so that a killed control process leaves no work that nobody knows of. Every rollout ends in exactly one state.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from harness_rl.errors import UserError
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS groups (
+  group_id TEXT PRIMARY KEY, position INTEGER NOT NULL, task TEXT NOT NULL, state TEXT NOT NULL, reason TEXT, step INTEGER, updated REAL NOT
+  NULL);
+CREATE TABLE IF NOT EXISTS rollouts (
+  rollout_id TEXT PRIMARY KEY, group_id TEXT NOT NULL, member INTEGER NOT NULL, attempt INTEGER NOT NULL, state TEXT NOT NULL,
+  cause TEXT, message TEXT, reward REAL, turns INTEGER, started REAL NOT NULL, ended REAL);
+CREATE TABLE IF NOT EXISTS steps (step INTEGER PRIMARY KEY, version TEXT NOT NULL, checkpoint TEXT, rows TEXT NOT NULL, ended REAL NOT
+NULL);
+CREATE INDEX IF NOT EXISTS rollouts_by_group ON rollouts (group_id);
+"""
+
+
+class GroupState(StrEnum):
+    RUNNING = "running"
+    SCORED = "scored"
+    LEASED = "leased"
+    TRAINED = "trained"
+    DURABLE = "durable"
+    DROPPED = "dropped"
+
+
+class RolloutState(StrEnum):
+    RUNNING = "running"
+    SCORED = "scored"
+    FAILED = "failed"
+    """No reward; `cause` says why. A retry is a row of its own."""
+    ABANDONED = "abandoned"
+    """Its owner died while it ran."""
+
+
+class Journal:
+    """The only writer of RUN/journal.sqlite. Calls are short and synchronous; each is one transaction."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self._db = sqlite3.connect(path, isolation_level=None)
+            self._db.execute("PRAGMA journal_mode=WAL")
+            self._db.execute("PRAGMA synchronous=NORMAL")
+            self._db.executescript(_SCHEMA)
+        except sqlite3.DatabaseError as error:
+            raise UserError(f"journal: {path} is not a journal of a run: {error}; give another run.name or move the file away") from None
+
+    def close(self) -> None:
+        self._db.close()
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield self._db
+        except BaseException:
+            self._db.execute("ROLLBACK")
+            raise
+        self._db.execute("COMMIT")
+
+    def set_meta(self, key: str, value: Any) -> None:
+        self._db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, json.dumps(value)))
+
+    def meta(self, key: str) -> Any:
+        found = self._db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
+        return json.loads(found[0]) if found else None
+
+    def open_group(self, group_id: str, position: int, task: str) -> None:
+        """`position`: place in the task order, for resuming there."""
+        self._db.execute(
+            "INSERT INTO groups VALUES (?, ?, ?, ?, NULL, NULL, ?)", (group_id, position, task, GroupState.RUNNING, time.time())
+        )
+
+    def move_groups(self, group_ids: Iterable[str], state: GroupState, *, step: int | None = None, reason: str | None = None) -> None:
+        with self._transaction() as db:
+            for group_id in group_ids:
+                db.execute(
+                    "UPDATE groups SET state = ?, step = COALESCE(?, step), reason = ?, updated = ? WHERE group_id = ?",
+                    (state, step, reason, time.time(), group_id),
+                )
+
+    def make_durable(self, step: int, checkpoint: str) -> None:
+        """Every group trained at or before `step` is covered by this checkpoint."""
+        with self._transaction() as db:
+            db.execute(
+                "UPDATE groups SET state = ?, updated = ? WHERE state = ? AND step < ?",
+                (GroupState.DURABLE, time.time(), GroupState.TRAINED, step),
+            )
+            db.execute("UPDATE steps SET checkpoint = ? WHERE step = ?", (checkpoint, step - 1))
+
+    def open_rollout(self, rollout_id: str, group_id: str, member: int, attempt: int) -> None:
+        self._db.execute(
+            "INSERT INTO rollouts VALUES (?, ?, ?, ?, ?, NULL, NULL, NULL, NULL, ?, NULL)",
+            (rollout_id, group_id, member, attempt, RolloutState.RUNNING, time.time()),
+        )
+
+    def end_rollout(
+        self,
+        rollout_id: str,
+        state: RolloutState,
+        *,
+        reward: float | None = None,
+        turns: int | None = None,
+        cause: str | None = None,
+        message: str | None = None,
+    ) -> None:
+        self._db.execute(
+            "UPDATE rollouts SET state = ?, cause = ?, message = ?, reward = ?, turns = ?, ended = ? WHERE rollout_id = ?",
+            (state, cause, message, reward, turns, time.time(), rollout_id),
+        )
+
+    def end_step(self, step: int, version: str, rows: dict[str, int]) -> None:
+        """`rows`: number of rows by state."""
+        self._db.execute("INSERT OR REPLACE INTO steps VALUES (?, ?, NULL, ?, ?)", (step, version, json.dumps(rows), time.time()))
+
+    def counts(self) -> dict[str, dict[str, int]]:
+        """Totals by state: `groups`, `rollouts`, and `causes` of the failed rollouts."""
+        tables = {
+            "groups": "SELECT state, COUNT(*) FROM groups GROUP BY state",
+            "rollouts": "SELECT state, COUNT(*) FROM rollouts GROUP BY state",
+            "causes": "SELECT cause, COUNT(*) FROM rollouts WHERE cause IS NOT NULL GROUP BY cause",
+        }
+        return {name: dict(self._db.execute(query).fetchall()) for name, query in tables.items()}
+
+    def abandon_running(self) -> int:
+        """Mark what a dead owner left running. Returns how many rollouts."""
+        with self._transaction() as db:
+            left = db.execute(
+                "UPDATE rollouts SET state = ?, ended = ? WHERE state = ?", (RolloutState.ABANDONED, time.time(), RolloutState.RUNNING)
+            ).rowcount
+            db.execute(
+                "UPDATE groups SET state = ?, reason = 'abandoned', updated = ? WHERE state = ?",
+                (GroupState.DROPPED, time.time(), GroupState.RUNNING),
+            )
+        return left

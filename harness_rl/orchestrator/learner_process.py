@@ -1,0 +1,164 @@
+"""The learner as a child of the control process, and control's half of what they say to each other (DESIGN 4.9).
+
+Control never lets the engine sample for training between a weight update and its proof: new agent calls are held from `sync_begin` to
+`sync_done`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import tempfile
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import capture_proxy
+
+import harness_rl
+from harness_rl.errors import InvariantError, LearnerError
+from harness_rl.learner.link import TOKEN_ENV, LearnerLink, Message
+from harness_rl.learner.spec import LearnerSpec
+from harness_rl.processes import Child, spawn
+
+
+@dataclass
+class SyncReport:
+    """What a finished weight update proved, and what it cost."""
+
+    version: str
+    proof: dict[str, Any]
+    seconds: dict[str, float]
+
+
+@dataclass
+class SyncHooks:
+    """What control does around a weight update."""
+
+    hold: Callable[[str], Awaitable[None]]
+    """New agent calls wait from here on; gets the version to come."""
+    release: Callable[[SyncReport], Awaitable[None]]
+    """The weights are proven; the calls go on."""
+
+
+@dataclass
+class LearnerProcess:
+    child: Child
+    link: LearnerLink
+    hooks: SyncHooks
+    link_dir: Path
+    last_sync: SyncReport | None = None
+    checkpoints: list[Message] = field(default_factory=list)
+
+    async def next(self, timeout: float) -> Message:
+        """The next `result` or `checkpoint` (or the start's first `sync_done`), with syncs served on the way.
+
+        Raises InvariantError when a proof fails, LearnerError when the learner failed, went away or is late.
+        """
+        while True:
+            message = await self.link.receive(timeout)
+            match message.type:
+                case "hello":
+                    continue
+                case "sync_begin":
+                    await self.hooks.hold(message["version"])
+                    await self.link.send("sync_go")
+                case "sync_done":
+                    report = SyncReport(message["version"], message["proof"], message["seconds"])
+                    if not report.proof.get("ok"):
+                        raise InvariantError(_proof_failure(report))
+                    self.last_sync = report
+                    await self.hooks.release(report)
+                    await self.link.send("sync_ack")
+                    return message
+                case "failed":
+                    name = str(message["error"])
+                    text = f"the learner stopped: {name}: {message['message']} (log: {self.child.log_path})"
+                    raise InvariantError(text) if name in _INVARIANT_NAMES else LearnerError(text)
+                case "closed":
+                    raise LearnerError(
+                        f"the learner went away: {message['reason']}: {self.child.last_words()} (log: {self.child.log_path})"
+                    )
+                case _:
+                    return message
+
+    async def stop(self, *, save: bool, timeout: float) -> Message | None:
+        """Ask it to end (with a last checkpoint if `save`), then make sure. Returns the last checkpoint message if there was one."""
+        checkpoint: Message | None = None
+        try:
+            if self.link.connected:
+                await self.link.send("stop", save=save)
+                while True:
+                    message = await self.link.receive(timeout)
+                    if message.type == "checkpoint":
+                        checkpoint = message
+                    elif message.type in ("bye", "closed"):
+                        break
+        except LearnerError:
+            checkpoint = None
+        finally:
+            await self.close()
+        return checkpoint
+
+    async def close(self) -> None:
+        await self.child.stop()
+        await self.link.close()
+        self.link_dir.rmdir()
+
+
+_INVARIANT_NAMES = frozenset({"RowMismatch", "WeightProofFailed", "InvariantError"})
+
+
+def _proof_failure(report: SyncReport) -> str:
+    proof = report.proof
+    return (
+        f"weights {report.version} are not proven: engine and learner differ by mean {proof.get('mean_abs'):.2e} "
+        f"(max {proof.get('max_abs'):.2e}) over {proof.get('tokens')} tokens, bound {proof.get('bound'):.1e}; "
+        "sampling stays stopped"
+    )
+
+
+async def start_learner(
+    spec: LearnerSpec, *, python: Path, env: dict[str, str], hooks: SyncHooks, run_dir: Path, timeout: float
+) -> LearnerProcess:
+    """Start `python -m harness_rl.learner` and wait until it has said hello."""
+    token = secrets.token_hex(32)
+    spec_file = run_dir / "learner.json"
+    spec_file.write_text(spec.to_json())
+    link_dir = Path(tempfile.mkdtemp(prefix="hrl-"))
+    link = LearnerLink(link_dir / "link.sock", token)
+    await link.start()
+    # The torch environment may have no installed copy of the package; both ends must run the same code in any case.
+    roots = {str(Path(package.__path__[0]).parent) for package in (harness_rl, capture_proxy)}
+    paths = [*sorted(roots), *filter(None, [env.get("PYTHONPATH", os.environ.get("PYTHONPATH"))])]
+    child = await spawn(
+        "learner",
+        [str(python), "-m", "harness_rl.learner", "--config", str(spec_file), "--link", str(link.path)],
+        log_path=run_dir / "logs" / "learner.log",
+        env={**os.environ, **env, TOKEN_ENV: token, "PYTHONPATH": os.pathsep.join(paths)},
+    )
+    learner = LearnerProcess(child, link, hooks, link_dir)
+    try:
+        hello = await _hello(learner, timeout)
+    except BaseException:
+        await learner.close()
+        raise
+    if hello["lineage"] != spec.lineage:
+        await learner.close()
+        raise LearnerError(f"a learner of lineage {hello['lineage']} answered instead of {spec.lineage}")
+    return learner
+
+
+async def _hello(learner: LearnerProcess, timeout: float) -> Message:
+    waiter = asyncio.create_task(learner.link.receive(timeout))
+    death = asyncio.create_task(learner.child.process.wait())
+    try:
+        done, _ = await asyncio.wait({waiter, death}, return_when=asyncio.FIRST_COMPLETED)
+        if waiter not in done:
+            raise LearnerError(f"the learner did not start: {learner.child.last_words()} (log: {learner.child.log_path})")
+        return waiter.result()
+    finally:
+        waiter.cancel()
+        death.cancel()

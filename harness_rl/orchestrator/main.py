@@ -1,0 +1,258 @@
+"""From a config to a finished run: what the command line and the Python API share.
+
+A run folder belongs to one live process (a file lock), and holds everything the run leaves: resolved config, metrics, journal, capture,
+rollouts, checkpoints, logs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+import signal
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rich.console import Console
+
+from harness_rl.config import RunConfig, to_toml
+from harness_rl.errors import UserError, first_error
+from harness_rl.metrics import RunState, read_metrics
+from harness_rl.models import resolve_model
+from harness_rl.orchestrator.evaluate import Evaluation, evaluate
+from harness_rl.orchestrator.journal import Journal
+from harness_rl.orchestrator.rewards import RewardFunction, load_reward_function
+from harness_rl.orchestrator.rollout import RolloutRunner
+from harness_rl.orchestrator.run import RunResult, TrainingRun
+from harness_rl.orchestrator.services import Services, services
+from harness_rl.orchestrator.warmup import WarmStart, read_warm_start, warm_start_path, warm_up
+from harness_rl.sessions.base import SessionFactory
+from harness_rl.sessions.harbor import HarborSessionFactory
+from harness_rl.viewer.closing import closing_table
+from harness_rl.viewer.panel import Panel
+from harness_rl.viewer.plot import write_reward_plot
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+@dataclass
+class Inputs:
+    """What a run works on, resolved: before any process starts, so that a mistake costs nothing."""
+
+    factory: SessionFactory
+    rows: list[dict[str, Any]]
+    eval_factory: SessionFactory | None
+    eval_rows: list[dict[str, Any]]
+    reward_function: RewardFunction | None
+    model_path: Path
+
+
+def resolve_inputs(
+    config: RunConfig,
+    *,
+    factory: SessionFactory | None = None,
+    rows: list[dict[str, Any]] | None = None,
+    reward_function: RewardFunction | None = None,
+) -> Inputs:
+    """Raises UserError for the first thing that is missing."""
+    if factory is None:
+        if config.tasks.train is None:
+            raise UserError("tasks.train: name the folder of training tasks")
+        factory = harbor_factory(config, config.tasks.train)
+    if reward_function is None and config.reward.function is not None:
+        reward_function = load_reward_function(config.reward.function)
+    eval_factory = harbor_factory(config, config.tasks.eval) if config.tasks.eval is not None else None
+    return Inputs(
+        factory=factory,
+        rows=rows if rows is not None else factory.prompt_rows(),
+        eval_factory=eval_factory,
+        eval_rows=eval_factory.prompt_rows() if eval_factory else [],
+        reward_function=reward_function,
+        model_path=Path(resolve_model(config.model.name)),
+    )
+
+
+def harbor_factory(config: RunConfig, split: Path) -> SessionFactory:
+    return HarborSessionFactory(
+        split=split,
+        harness=config.harness.name,
+        sandbox=config.sandbox.kind,
+        agent_config=config.harness.config,
+        model_class=config.harness.model_class,
+    )
+
+
+@dataclass
+class Outcome:
+    """What the commands print at the end."""
+
+    run_dir: Path
+    result: RunResult | None = None
+    warm_start: WarmStart | None = None
+    evaluation: Evaluation | None = None
+
+
+async def train(config: RunConfig, inputs: Inputs, *, console: Console | None = None) -> Outcome:
+    async with opened(config, console) as (state, journal):
+        model, warm = inputs.model_path, None
+        async with services(config, inputs.model_path, state) as running:
+            _bind(running, inputs)
+            if config.warmup.enabled:
+                warm = await _warm_start(config, running, inputs, journal, state)
+                model = warm.path
+            run = TrainingRun(
+                config=config,
+                services=running,
+                factory=inputs.factory,
+                rows=inputs.rows,
+                eval_factory=inputs.eval_factory,
+                eval_rows=inputs.eval_rows,
+                reward_function=inputs.reward_function,
+                state=state,
+                journal=journal,
+                model_path=model,
+            )
+            result = await run.run()
+        state.phase = "done"
+        lines = read_metrics(config.run_dir / "metrics.jsonl")
+        plot = write_reward_plot(config.run_dir, lines, state.evals) if lines else None
+        out = console or Console()
+        out.print(closing_table(state, lines, journal.counts()))
+        out.print(f"model {result.checkpoint}" + (f"   plot {plot}" if plot else ""))
+        return Outcome(config.run_dir, result, warm)
+
+
+async def warm_start_only(config: RunConfig, inputs: Inputs, *, console: Console | None = None) -> Outcome:
+    found = read_warm_start(warm_start_path(config, inputs.model_path, inputs.rows))
+    if found is not None:
+        return Outcome(config.run_dir, warm_start=found)
+    async with opened(config, console) as (state, journal), services(config, inputs.model_path, state) as running:
+        _bind(running, inputs)
+        return Outcome(config.run_dir, warm_start=await _warm_start(config, running, inputs, journal, state))
+
+
+async def evaluate_only(config: RunConfig, inputs: Inputs, *, console: Console | None = None) -> Outcome:
+    if not inputs.eval_rows:
+        raise UserError("tasks.eval: name the folder of tasks to evaluate on")
+    async with opened(config, console) as (state, journal), services(config, inputs.model_path, state) as running:
+        _bind(running, inputs)
+        assert inputs.eval_factory is not None
+        evaluation = await evaluate(
+            RolloutRunner(inputs.eval_factory, journal, inputs.reward_function, config.rollout.max_retries),
+            inputs.eval_rows[: config.eval.max_tasks or None],
+            label="eval",
+            samples=config.eval.samples,
+            temperature=config.eval.temperature,
+            concurrency=config.rollout.max_concurrent_rollouts,
+            seed=config.run.seed,
+            state=state,
+        )
+        return Outcome(config.run_dir, evaluation=evaluation)
+
+
+def _bind(running: Services, inputs: Inputs) -> None:
+    lent = running.for_sessions()
+    inputs.factory.bind(lent)
+    if inputs.eval_factory is not None:
+        inputs.eval_factory.bind(lent)
+
+
+async def _warm_start(config: RunConfig, running: Services, inputs: Inputs, journal: Journal, state: RunState) -> WarmStart:
+    found = read_warm_start(warm_start_path(config, inputs.model_path, inputs.rows))
+    if found is None:
+        found = await warm_up(config, running, inputs.factory, inputs.rows, journal, state, inputs.model_path)
+    state.say(f"warm start: success {found.success:.2f} after {found.demonstrations} demonstrations ({found.path})")
+    return found
+
+
+@asynccontextmanager
+async def opened(config: RunConfig, console: Console | None) -> AsyncIterator[tuple[RunState, Journal]]:
+    """The run folder, its journal and the panel, for as long as the run lives."""
+    state = RunState(config.run.name, config.run.steps)
+    with run_folder(config), Panel(state, console=console) as panel:
+        journal = Journal(config.run_dir / "journal.sqlite")
+        drawing = asyncio.create_task(panel.run())
+        try:
+            yield state, journal
+        except BaseException:
+            state.phase = "failed"
+            raise
+        finally:
+            drawing.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await drawing
+            journal.close()
+
+
+@contextmanager
+def run_folder(config: RunConfig) -> Iterator[None]:
+    """Make the run folder, hold its lock, send the log to logs/control.log. Raises UserError when it is in use or not writable."""
+    folder = config.run_dir
+    try:
+        (folder / "logs").mkdir(parents=True, exist_ok=True)
+        (folder / "config.toml").write_text(to_toml(config))
+        lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise UserError(f"run folder {folder} cannot be written: {error.strerror}; set run.dir to another place") from None
+    handler = logging.FileHandler(folder / "logs" / "control.log")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    root = logging.getLogger()
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"run folder {folder} is in use by another process; set run.name to another name") from None
+        root.addHandler(handler)
+        root.setLevel(logging.INFO)
+        yield
+    finally:
+        root.removeHandler(handler)
+        handler.close()
+        os.close(lock)
+
+
+def free_name(config: RunConfig) -> str:
+    """The run's name, or the next free `name-2`, `name-3` when a finished run has it."""
+    name, number = config.run.name, 1
+    while (config.run.dir / name / "journal.sqlite").exists():
+        number += 1
+        name = f"{config.run.name}-{number}"
+    return name
+
+
+def run_until_signal(main: Callable[[], Coroutine[Any, Any, T]], grace_s: float) -> T:
+    """`asyncio.run` that a SIGINT, SIGTERM or SIGHUP ends in order: the work is cancelled, everything is reclaimed, then KeyboardInterrupt.
+
+    A second signal, or `grace_s` seconds, ends the process at once; children die with it by their death signal.
+    """
+
+    async def supervised() -> T:
+        loop = asyncio.get_running_loop()
+        task = asyncio.ensure_future(main())
+        received: list[signal.Signals] = []
+
+        def stop(number: signal.Signals) -> None:
+            if received:
+                os._exit(128 + number)
+            received.append(number)
+            loop.call_later(grace_s, os._exit, 128 + number)
+            task.cancel()
+
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, stop, number)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if received:
+                raise KeyboardInterrupt from None
+            raise
+        except BaseExceptionGroup as group:
+            raise first_error(group) from group
+
+    return asyncio.run(supervised())

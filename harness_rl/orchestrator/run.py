@@ -1,0 +1,273 @@
+"""A training run: rollouts, learner and weight updates go on at the same time; this file only says who waits for whom.
+
+    produce ──groups──► assembler ──batch──► feed ──► learner ──result──► record
+       ▲                                                  │
+       └── pacing: the version that the engine serves ◄───┘ sync: hold new calls · push · prove · release
+
+Whatever ends the run (the last step, a signal, a failure), the same `finally` blocks run: sandboxes stopped, learner, proxy and engine
+ended, leaks counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from harness_rl.config import RunConfig
+from harness_rl.errors import HarnessRLError, InvariantError, LearnerError, first_error
+from harness_rl.learner.link import Message
+from harness_rl.learner.rows import mark_stale, parse_version
+from harness_rl.learner.spec import LearnerSpec
+from harness_rl.metrics import Metric, MetricsLog, RunState, mean
+from harness_rl.orchestrator.batches import Assembler, Batch
+from harness_rl.orchestrator.evaluate import Evaluation, evaluate
+from harness_rl.orchestrator.generation import Generation
+from harness_rl.orchestrator.journal import GroupState, Journal
+from harness_rl.orchestrator.learner_process import LearnerProcess, SyncHooks, SyncReport, start_learner
+from harness_rl.orchestrator.rewards import RewardFunction
+from harness_rl.orchestrator.rollout import RolloutRunner
+from harness_rl.orchestrator.schedule import TaskOrder
+from harness_rl.orchestrator.services import Services
+from harness_rl.orchestrator.stepmetrics import step_metrics
+from harness_rl.sessions.base import SessionFactory
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class RunResult:
+    run_dir: Path
+    steps: int
+    checkpoint: Path | None
+    evaluations: list[Evaluation]
+    ended: str
+    """`done`, or `solved`: every group had full reward, nothing was left to learn from."""
+
+
+@dataclass
+class TrainingRun:
+    config: RunConfig
+    services: Services
+    factory: SessionFactory
+    rows: list[dict[str, Any]]
+    """The training tasks."""
+    eval_rows: list[dict[str, Any]]
+    reward_function: RewardFunction | None
+    state: RunState
+    journal: Journal
+    model_path: Path
+    eval_factory: SessionFactory | None = None
+    lineage: str = field(default_factory=lambda: secrets.token_hex(2))
+    proven: set[str] = field(default_factory=set)
+    """Policy versions whose weights the engine was shown to hold."""
+    _leased: dict[int, Batch] = field(default_factory=dict)
+
+    async def run(self) -> RunResult:
+        config = self.config
+        runner = RolloutRunner(self.factory, self.journal, self.reward_function, config.rollout.max_retries)
+        assembler = Assembler(
+            config.rollout.groups_per_step,
+            config.rollout.max_group_replacements,
+            config.rollout.normalise_advantage,
+            config.rollout.shuffle_advantages,
+            config.run.seed,
+        )
+        order = TaskOrder(self.rows, seed=config.run.seed, shuffle=config.rollout.shuffle_tasks)
+        self.generation = Generation(config, runner, self.journal, order, assembler, self.state)
+        self.metrics = MetricsLog(config.run_dir / "metrics.jsonl")
+        self.journal.set_meta("lineages", [*(self.journal.meta("lineages") or []), self.lineage])
+        evaluations: list[Evaluation] = []
+        self.state.learner = "starting"
+        learner = await start_learner(
+            self._learner_spec(),
+            python=self.services.torch_python(config.learner.python),
+            env=self.services.learner_env,
+            hooks=SyncHooks(self._hold, self._release),
+            run_dir=config.run_dir,
+            timeout=config.learner.start_timeout_s,
+        )
+        checkpoint: Message | None = None
+        try:
+            await self._first_sync(learner)
+            if config.eval.at_start and self.eval_rows:
+                evaluations.append(await self._evaluate(runner, "start"))
+            ended = await self._train(learner)
+            if config.eval.at_end and self.eval_rows:
+                evaluations.append(await self._evaluate(runner, "end"))
+            self.state.phase = "saving"
+            checkpoint = await learner.stop(save=True, timeout=config.learner.step_timeout_s)
+            if checkpoint is None:
+                raise LearnerError(f"the learner ended without its last checkpoint (log: {learner.child.log_path})")
+            self._durable(checkpoint)
+        finally:
+            await learner.close()
+            self.state.learner = "stopped"
+        self.journal.set_meta("evaluations", [evaluation.as_dict() for evaluation in evaluations])
+        return RunResult(config.run_dir, self.state.step, Path(checkpoint["path"]), evaluations, ended)
+
+    def _learner_spec(self) -> LearnerSpec:
+        learner, sync, checkpoint = self.config.learner, self.config.sync, self.config.checkpoint
+        return LearnerSpec(
+            model=str(self.model_path),
+            run_dir=str(self.config.run_dir),
+            lineage=self.lineage,
+            engines=[self.services.engine_url],
+            served_model=self.services.model,
+            seed=self.config.run.seed,
+            learning_rate=learner.learning_rate,
+            warmup_steps=learner.warmup_steps,
+            adam_beta1=learner.adam_beta1,
+            adam_beta2=learner.adam_beta2,
+            weight_decay=learner.weight_decay,
+            max_grad_norm=learner.max_grad_norm,
+            epsilon_low=learner.epsilon_low,
+            epsilon_high=learner.epsilon_high,
+            truncation=learner.truncation,
+            ratio=learner.ratio,
+            loss_normalisation=learner.loss_normalisation,
+            minibatches=learner.minibatches,
+            micro_batch_tokens=learner.micro_batch_tokens,
+            gradient_checkpointing=learner.gradient_checkpointing,
+            max_rejected_rows=learner.max_rejected_rows,
+            device=learner.device,
+            dtype=learner.dtype,
+            threads=self.services.learner_threads,
+            sync_backend=sync.backend,
+            sync_timeout_s=sync.timeout_s,
+            probe_tokens=sync.probe_tokens,
+            probe_bound=sync.probe_bound,
+            checkpoint_every=checkpoint.every,
+            keep_checkpoints=checkpoint.keep,
+        )
+
+    async def _first_sync(self, learner: LearnerProcess) -> None:
+        """The engine starts from the learner's weights, proven, before anything is sampled."""
+        self.state.say("first weight sync")
+        message = await learner.next(self.config.learner.start_timeout_s)
+        if message.type != "sync_done":
+            raise LearnerError(f"the learner sent {message.type!r} before its first weight sync")
+
+    async def _hold(self, version: str) -> None:
+        self.state.learner, self.state.holding = "syncing", True
+        await self.services.proxy.client.hold(f"weights {version}", self.config.proxy.hold_timeout_s)
+
+    async def _release(self, report: SyncReport) -> None:
+        self.proven.add(report.version)
+        await self.services.proxy.client.release(report.version)
+        self.state.version, self.state.holding, self.state.learner = report.version, False, "waiting"
+        await self.generation.weights_are(parse_version(report.version)[1])
+        proof, seconds = report.proof, sum(report.seconds.values())
+        self.state.say(
+            f"weights {report.version} proven: mean |Δlogp| {proof['mean_abs']:.1e} over {proof['tokens']} tokens, {seconds:.1f} s in all"
+        )
+
+    async def _evaluate(self, runner: RolloutRunner, label: str) -> Evaluation:
+        section = self.config.eval
+        if self.eval_factory is not None:
+            runner = replace(runner, factory=self.eval_factory)
+        rows = self.eval_rows[: section.max_tasks or None]
+        return await evaluate(
+            runner,
+            rows,
+            label=label,
+            samples=section.samples,
+            temperature=section.temperature,
+            concurrency=self.config.rollout.max_concurrent_rollouts,
+            seed=self.config.run.seed,
+            state=self.state,
+        )
+
+    async def _train(self, learner: LearnerProcess) -> str:
+        self.state.phase = "training"
+        self.state.training_since = time.monotonic()
+        ended = "done"
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                background = [tasks.create_task(self.generation.produce()), tasks.create_task(self._feed(learner))]
+                background += [tasks.create_task(self._watch_idle()), tasks.create_task(self.services.watch())]
+                await self._record(learner)
+                for task in background:
+                    task.cancel()
+        except* _Solved:
+            ended = "solved"
+        except* HarnessRLError as group:
+            raise first_error(group) from None
+        return ended
+
+    async def _feed(self, learner: LearnerProcess) -> None:
+        """Give the learner each closed batch, in order, when it asks."""
+        timeout = self.config.learner.step_timeout_s
+        for _ in range(self.config.run.steps):
+            batch = await self.generation.next_batch()
+            rows = [
+                row
+                for row in batch.rows
+                if self._admissible(row.row_id, {version for span in row.spans for version, _, _ in span.versions})
+            ]
+            for row in rows:
+                mark_stale(row, batch.step, self.config.rollout.max_staleness, {self.lineage: batch.step})
+            self._leased[batch.step] = batch
+            self.journal.move_groups([group.group_id for group in batch.groups], GroupState.LEASED, step=batch.step)
+            await learner.link.send_batch(batch.step, rows, timeout)
+
+    def _admissible(self, row_id: str, versions: set[str]) -> bool:
+        """False for rows sampled by weights nobody has proven; they can only come from before the first sync of this run."""
+        unproven = versions - self.proven
+        if unproven:
+            raise InvariantError(f"row {row_id} was sampled by {', '.join(sorted(unproven))}, which was never proven")
+        return True
+
+    async def _record(self, learner: LearnerProcess) -> None:
+        """Write down what the learner did, until the last step."""
+        timeout = self.config.learner.step_timeout_s
+        since, paced = time.monotonic(), 0.0
+        while self.state.step < self.config.run.steps:
+            message = await learner.next(timeout)
+            if message.type == "checkpoint":
+                self._durable(message)
+            if message.type != "result":
+                continue
+            batch = self._leased.pop(message["step"])
+            rows = Counter(str(state) for state in message["rows"].values())
+            self.journal.move_groups([group.group_id for group in batch.groups], GroupState.TRAINED, step=batch.step)
+            self.journal.end_step(batch.step, message["version"], dict(rows))
+            self.state.step = batch.step + 1
+            line = step_metrics(batch, message["metrics"], rows, learner.last_sync)
+            now = time.monotonic()
+            line[Metric.STEP_SECONDS], since = now - since, now
+            line["perf/paced_s"], paced = self.generation.seconds_paced - paced, self.generation.seconds_paced
+            line["rollout/running"] = self.state.rollouts_running
+            self.metrics.write({"step": self.state.step, "version": message["version"], "time": time.time(), **line})
+            self.state.last = line
+            self.state.rewards.append(line[Metric.REWARD])
+
+    def _durable(self, message: Message) -> None:
+        self.journal.make_durable(message["step"], message["path"])
+        self.state.say(f"checkpoint {message['path']}")
+
+    async def _watch_idle(self) -> None:
+        """End a run in which nothing can be learned any more, and say why."""
+        assembler, limit = self.generation.assembler, self.config.run.max_unscorable_steps
+        while assembler.idle_rounds < limit:
+            await asyncio.sleep(1.0)
+        rewards = [reward for group in assembler.last_idle for reward in group.rewards]
+        causes = Counter(cause for group in assembler.last_idle for rollout in group.rollouts for cause in rollout.causes)
+        if not rewards:
+            raise HarnessRLError(f"no rollout could be scored in {limit} steps' worth of work: {dict(causes)}; see rollouts/ of the run")
+        if min(rewards) >= 1.0:
+            self.state.say(f"all rollouts of {limit} rounds had full reward: nothing is left to learn")
+            raise _Solved
+        raise HarnessRLError(
+            f"every group of {limit} rounds had one reward for all its rollouts (mean {mean(rewards):.2f}): nothing can be learned; "
+            "make the tasks easier, or warm the model up first (harness-rl warmup)"
+        )
+
+
+class _Solved(Exception):
+    """Not an error: the run has nothing left to learn."""

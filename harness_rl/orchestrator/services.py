@@ -1,0 +1,124 @@
+"""What a run needs around it, started in order and ended in reverse: no leftovers, the engine, the capture proxy; at the end the leak
+audit.
+
+Used by training, warm-up and evaluation alike, so that all three sample through the same proxy from the same engine under the same limits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness_rl.config import RunConfig
+from harness_rl.engines.vllm import Engine, connect, launch
+from harness_rl.errors import EngineError, HarnessRLError, UserError
+from harness_rl.metrics import RunState
+from harness_rl.orchestrator.proxy_process import ProxyProcess, start_proxy
+from harness_rl.sandboxes.reaper import audit, reap
+from harness_rl.sessions.base import SessionServices
+from harness_rl.threads import learner_env, thread_plan
+
+log = logging.getLogger(__name__)
+
+SERVED_MODEL = "policy"
+
+
+@dataclass
+class Services:
+    config: RunConfig
+    engine: Engine
+    proxy: ProxyProcess
+    state: RunState
+
+    @property
+    def engine_url(self) -> str:
+        return self.engine.url
+
+    @property
+    def model(self) -> str:
+        return self.engine.model
+
+    @property
+    def learner_threads(self) -> int:
+        return self.config.learner.threads or thread_plan().learner
+
+    @property
+    def learner_env(self) -> dict[str, str]:
+        return learner_env(self.torch_python(self.config.learner.python))
+
+    def torch_python(self, configured: Path | None) -> Path:
+        return torch_python(configured or self.config.engine.python)
+
+    def for_sessions(self) -> SessionServices:
+        rollout = self.config.rollout
+        limits: dict[str, Any] = {
+            "max_calls": rollout.max_calls,
+            "max_output_tokens_per_call": rollout.max_output_tokens_per_call,
+            "max_conversation_tokens": rollout.max_conversation_tokens,
+            "max_context_tokens": self.engine.info.max_model_len,
+            "deadline_s": rollout.deadline_s,
+        }
+        return SessionServices(
+            proxy=self.proxy.client,
+            handoff_socket=self.proxy.handoff_socket,
+            model=self.model,
+            sampling={"temperature": rollout.temperature},
+            limits=limits,
+            rollouts_dir=self.config.run_dir / "rollouts",
+            config=self.config,
+        )
+
+    async def watch(self) -> None:
+        """Returns never; raises when the proxy or the engine has died."""
+        while True:
+            if not self.proxy.child.alive:
+                raise HarnessRLError(f"the capture proxy died: {self.proxy.child.last_words()} (log: {self.proxy.child.log_path})")
+            if not self.engine.alive:
+                self.state.engine = "stopped"
+                raise EngineError(f"the engine died: {self.engine.last_words()}")
+            await asyncio.sleep(1.0)
+
+
+def torch_python(configured: Path | None) -> Path:
+    """The interpreter that has torch and vLLM: as configured, else `.venv-torch` beside this environment, else this one."""
+    if configured is not None:
+        if not configured.exists():
+            raise UserError(f"engine.python: {configured} does not exist")
+        return configured
+    beside = Path(sys.prefix).parent / ".venv-torch" / "bin" / "python"
+    return beside if beside.exists() else Path(sys.executable)
+
+
+@asynccontextmanager
+async def services(config: RunConfig, model_path: Path, state: RunState) -> AsyncIterator[Services]:
+    """Start everything; whatever happens inside, end everything. Raises UserError, EngineError, HarnessRLError."""
+    found = await asyncio.to_thread(reap)
+    if found.total:
+        state.say(f"reclaimed what an earlier run left: {found}")
+    state.engine = "starting"
+    state.say("starting the engine" if config.engine.url is None else f"connecting to {config.engine.url}")
+    if config.engine.url is None:
+        engine = await launch(config.engine, model_path, run_dir=config.run_dir, served_model=SERVED_MODEL)
+    else:
+        engine = await connect(config.engine.url)
+    try:
+        state.engine = "ready"
+        state.say(f"engine ready: {engine.url}")
+        proxy = await start_proxy(config.proxy, engine_url=engine.url, model=engine.model, run_dir=config.run_dir)
+        try:
+            yield Services(config, engine, proxy, state)
+        finally:
+            await proxy.stop()
+    finally:
+        await engine.stop()
+        state.engine = "stopped"
+        leaks = await asyncio.to_thread(audit)
+        if leaks.total:
+            state.say(f"LEAK: {leaks}")
+            log.error("leak audit: %s", leaks)

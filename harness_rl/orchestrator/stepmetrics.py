@@ -1,0 +1,58 @@
+"""One step's metrics line from its batch, the learner's figures and the weight update. Pure; every name says what it is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from harness_rl.metrics import Metric, mean, std
+from harness_rl.orchestrator.batches import Batch
+from harness_rl.orchestrator.learner_process import SyncReport
+
+
+def step_metrics(batch: Batch, learner: dict[str, Any], rows: Counter[str], sync: SyncReport | None) -> dict[str, float]:
+    """`reward` and `reward_std` are over *all* scored rollouts of the step, before any filtering; `reward_trained` over the trained
+    groups."""
+    rollouts = [rollout for group in batch.considered for rollout in group.rollouts]
+    scored = [reward for group in batch.considered for reward in group.rewards]
+    trained = [reward for group in batch.groups for reward in group.rewards]
+    line: dict[str, float] = {
+        Metric.REWARD: mean(scored),
+        Metric.REWARD_STD: std(scored),
+        Metric.REWARD_TRAINED: mean(trained),
+        Metric.SCORED: len(scored),
+        "rollout/unscored": len(rollouts) - len(scored),
+        "rollout/retries": sum(rollout.attempts - 1 for rollout in rollouts),
+        "rollout/duration_mean_s": mean(rollout.seconds for rollout in rollouts),
+        "rollout/groups_considered": len(batch.considered),
+        "rollout/groups_trained": len(batch.groups),
+        "rollout/groups_zero_variance": sum(group.drop_reason == "zero_variance" for group in batch.considered),
+        "rollout/groups_unscorable": sum(group.drop_reason == "unscorable" for group in batch.considered),
+        "rollout/short_step": float(batch.short),
+        "rows": len(batch.rows),
+    }
+    for cause, count in Counter(cause for rollout in rollouts for cause in rollout.causes).items():
+        line[f"rollout/failed/{cause}"] = count
+    outcomes = [rollout.outcome for rollout in rollouts if rollout.outcome is not None]
+    line["rollout/turns_mean"] = mean(outcome.turns for outcome in outcomes)
+    line["rollout/timed_out"] = sum(outcome.timed_out for outcome in outcomes)
+    line["tools/call_frequency"] = mean(outcome.tool_call_count for outcome in outcomes)
+    calls = sum(outcome.tool_call_count for outcome in outcomes)
+    line["tools/failure_frequency"] = sum(outcome.tool_failure_count for outcome in outcomes) / calls if calls else 0.0
+    for reason, count in _calls(outcomes).items():
+        line[f"calls/{reason}"] = count
+    for state, count in rows.items():
+        line[f"rows/{state}"] = count
+    if sync is not None:
+        line |= {f"perf/sync_{name}_s": float(seconds) for name, seconds in sync.seconds.items()}
+        line |= {f"sync/proof_{name}": float(sync.proof[name]) for name in ("tokens", "mean_abs", "max_abs", "bound") if name in sync.proof}
+    return line | {name: float(value) for name, value in learner.items() if isinstance(value, int | float)}
+
+
+def _calls(outcomes: list[Any]) -> Counter[str]:
+    """Captured calls by what became of them: `trained`, or the reason for which they are kept only."""
+    calls: Counter[str] = Counter()
+    for outcome in outcomes:
+        for turn in outcome.trace.turns:
+            calls["trained" if any(turn.loss_mask) else str(turn.metadata.get("mask_reason") or "empty")] += 1
+    return calls

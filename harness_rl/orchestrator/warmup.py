@@ -1,0 +1,235 @@
+"""Warm start: supervised training on demonstrations, captured through the same proxy and trained by the same learner, until success is
+measured in a target range.
+
+A scripted policy plays each task's own solution inside the real agent; the engine renders, tokenises and scores it; the trace says
+`demonstration`. The result is
+a model folder named by everything that it depends on, so that a second run finds it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import secrets
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness_rl.config import RunConfig
+from harness_rl.errors import HarnessRLError, UserError
+from harness_rl.learner.rows import Row, build_rows
+from harness_rl.learner.spec import LearnerSpec
+from harness_rl.metrics import RunState
+from harness_rl.orchestrator.evaluate import evaluate, task_name
+from harness_rl.orchestrator.journal import Journal
+from harness_rl.orchestrator.learner_process import LearnerProcess, SyncHooks, SyncReport, start_learner
+from harness_rl.orchestrator.rollout import RolloutRunner
+from harness_rl.orchestrator.schedule import TaskOrder
+from harness_rl.orchestrator.services import Services
+from harness_rl.paths import cache_dir
+from harness_rl.sessions.base import SessionFactory
+
+SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
+"""How mini-swe-agent is told that the work is done."""
+
+
+@dataclass(frozen=True)
+class WarmStart:
+    path: Path
+    success: float
+    demonstrations: int
+
+
+def script_of(task: Path) -> list[dict[str, Any]]:
+    """A task's solution as assistant turns: one bash call with the solution's commands, then the submission. Raises UserError."""
+    file = task / "solution" / "solve.sh"
+    try:
+        lines = file.read_text().splitlines()
+    except OSError as error:
+        raise UserError(f"warm-up: {file} cannot be read: {error.strerror}; every task needs a solution to demonstrate") from None
+    command = "\n".join(line for line in lines if line.strip() and not line.startswith("#") and not line.startswith("set -"))
+    if not command:
+        raise UserError(f"warm-up: {file} has no command")
+    return [{"content": None, "tool_calls": [{"name": "bash", "arguments": {"command": text}}]} for text in (command, SUBMIT)]
+
+
+def warm_start_path(config: RunConfig, model_path: Path, rows: list[dict[str, Any]]) -> Path:
+    """Where the warm start for this config, model and set of tasks lies (or will lie)."""
+    digest = hashlib.sha256()
+
+    def add(value: Any) -> None:
+        digest.update(json.dumps(value, sort_keys=True, default=str).encode() + b"\0")
+
+    add(config.warmup.model_dump(mode="json"))
+    add(config.harness.model_dump(mode="json"))
+    add({"temperature": config.rollout.temperature, "seed": config.run.seed})
+    if config.harness.config is not None:
+        add(config.harness.config.read_text())
+    for file in sorted(model_path.iterdir()) if model_path.is_dir() else []:
+        if file.is_file():
+            add([file.name, file.stat().st_size])
+            if file.stat().st_size < 1 << 20:
+                digest.update(file.read_bytes())
+    for row in rows:
+        add([row["prompt"], (Path(row["task_path"]) / "solution" / "solve.sh").read_text()])
+    return cache_dir("warmup", digest.hexdigest()[:24])
+
+
+async def warm_up(
+    config: RunConfig,
+    services: Services,
+    factory: SessionFactory,
+    rows: list[dict[str, Any]],
+    journal: Journal,
+    state: RunState,
+    model_path: Path,
+) -> WarmStart:
+    """Train until the measured success is at least `warmup.target_low`; the model is put at `warm_start_path`.
+
+    Raises HarnessRLError when all demonstrations are used up below the target, or when one of the solutions does not earn its task's
+    reward.
+    """
+    section = config.warmup
+    state.phase = "warm-up"
+    # No reward function: a demonstration is right when the verifier says so, whatever the run rewards.
+    runner = RolloutRunner(factory, journal, None, config.rollout.max_retries)
+    order = TaskOrder(rows, seed=config.run.seed, shuffle=True)
+    lineage = "w" + secrets.token_hex(2)
+    work = config.run_dir / "warmup"
+
+    async def hold(version: str) -> None:
+        await services.proxy.client.hold(f"weights {version}", config.proxy.hold_timeout_s)
+
+    async def release(report: SyncReport) -> None:
+        await services.proxy.client.release(report.version)
+        state.version = report.version
+
+    spec = LearnerSpec(
+        model=str(model_path),
+        run_dir=str(work),
+        lineage=lineage,
+        engines=[services.engine_url],
+        served_model=services.model,
+        seed=config.run.seed,
+        objective="sft",
+        learning_rate=section.learning_rate,
+        max_grad_norm=config.learner.max_grad_norm,
+        micro_batch_tokens=config.learner.micro_batch_tokens,
+        device=config.learner.device,
+        dtype=config.learner.dtype,
+        threads=services.learner_threads,
+        sync_backend=config.sync.backend,
+        sync_timeout_s=config.sync.timeout_s,
+        probe_tokens=config.sync.probe_tokens,
+        probe_bound=config.sync.probe_bound,
+    )
+    work.mkdir(parents=True, exist_ok=True)
+    learner = await start_learner(
+        spec,
+        python=services.torch_python(config.learner.python),
+        env=services.learner_env,
+        hooks=SyncHooks(hold, release),
+        run_dir=work,
+        timeout=config.learner.start_timeout_s,
+    )
+    try:
+        await learner.next(config.learner.start_timeout_s)
+        success, used = await _train(config, runner, order, rows, learner, state)
+        checkpoint = await learner.stop(save=True, timeout=config.learner.step_timeout_s)
+    finally:
+        await learner.close()
+    if checkpoint is None:
+        raise HarnessRLError(f"warm-up: the learner ended without a checkpoint (log: {learner.child.log_path})")
+    target = warm_start_path(config, model_path, rows)
+    _publish(Path(checkpoint["path"]), target, {"success": success, "demonstrations": used})
+    shutil.rmtree(work, ignore_errors=True)
+    return WarmStart(target, success, used)
+
+
+async def _train(
+    config: RunConfig,
+    runner: RolloutRunner,
+    order: TaskOrder,
+    rows: list[dict[str, Any]],
+    learner: LearnerProcess,
+    state: RunState,
+) -> tuple[float, int]:
+    section = config.warmup
+    used = step = 0
+    while used < section.demonstrations:
+        batch = await _demonstrate(config, runner, [order.next()[1] for _ in range(section.batch)], step)
+        await learner.link.send_batch(step, batch, config.learner.step_timeout_s)
+        while (message := await learner.next(config.learner.step_timeout_s)).type != "result":
+            pass
+        used += section.batch
+        step += 1
+        loss = message["metrics"].get("loss")
+        state.say(f"warm-up: {used} demonstrations, loss {loss:.3f}" if loss is not None else f"warm-up: {used} demonstrations")
+        if step % section.check_every:
+            continue
+        evaluation = await evaluate(
+            runner,
+            rows[: section.check_tasks],
+            label=f"warmup-{step}",
+            samples=1,
+            temperature=config.rollout.temperature,
+            concurrency=config.rollout.max_concurrent_rollouts,
+            seed=config.run.seed,
+            state=state,
+        )
+        state.evals.pop(f"warmup-{step}", None)
+        state.phase = "warm-up"
+        if evaluation.reward > section.target_high:
+            state.say(
+                f"warm-up: success {evaluation.reward:.2f} is above {section.target_high}; lower warmup.learning_rate or check more often"
+            )
+        if evaluation.reward >= section.target_low:
+            return evaluation.reward, used
+    raise HarnessRLError(
+        f"warm-up: success stayed below {section.target_low} after {used} demonstrations; "
+        "raise warmup.demonstrations or warmup.learning_rate"
+    )
+
+
+async def _demonstrate(config: RunConfig, runner: RolloutRunner, rows: list[dict[str, Any]], step: int) -> list[Row]:
+    """Rows of one batch of demonstrations. Raises HarnessRLError for a solution that its verifier refuses."""
+    slots = asyncio.Semaphore(config.rollout.max_concurrent_rollouts)
+
+    async def one(index: int, row: dict[str, Any]) -> list[Row]:
+        async with slots:
+            rollout = await runner.run(row, group_id=f"demo-{step:03d}", member=index, seed=index, script=script_of(Path(row["task_path"])))
+        if rollout.outcome is None or rollout.reward is None or rollout.reward <= 0:
+            raise HarnessRLError(
+                f"warm-up: the solution of {task_name(row)} got reward {rollout.reward} ({', '.join(rollout.causes) or 'verified'}); "
+                f"run harness-rl tasks check {row['task_path']}"
+            )
+        found = build_rows(rollout.outcome.trace, rollout.rollout_id, rollout.group_id, origins=frozenset({"demonstration"}))
+        for built in found:
+            built.advantage = 1.0
+        return found
+
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(one(index, row)) for index, row in enumerate(rows)]
+    return [row for task in running for row in task.result()]
+
+
+def _publish(checkpoint: Path, target: Path, facts: dict[str, Any]) -> None:
+    """Copy the model files (no optimizer state) to `target` in one rename."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    shutil.copytree(checkpoint, temporary, ignore=shutil.ignore_patterns("optimizer*", "rng*", "COMPLETE", "trainer*"))
+    (temporary / "warmup.json").write_text(json.dumps(facts, indent=2) + "\n")
+    shutil.rmtree(target, ignore_errors=True)
+    temporary.rename(target)
+
+
+def read_warm_start(path: Path) -> WarmStart | None:
+    """The finished warm start at `path`, or None."""
+    try:
+        facts = json.loads((path / "warmup.json").read_text())
+    except FileNotFoundError:
+        return None
+    return WarmStart(path, float(facts["success"]), int(facts["demonstrations"]))

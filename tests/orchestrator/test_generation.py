@@ -1,0 +1,170 @@
+"""Groups, retries, pacing and batches, with rollouts made by functions."""
+
+import asyncio
+import contextlib
+import random
+
+import pytest
+from orchestrator.fakes import FakeFactory, outcome
+
+from harness_rl.config import RunConfig
+from harness_rl.errors import Cause
+from harness_rl.metrics import RunState
+from harness_rl.orchestrator.batches import Assembler, Group, shuffled
+from harness_rl.orchestrator.generation import Generation
+from harness_rl.orchestrator.journal import Journal
+from harness_rl.orchestrator.rollout import Rollout, RolloutRunner
+from harness_rl.orchestrator.schedule import TaskOrder
+from harness_rl.sessions.base import RolloutFailure
+
+
+def make(tmp_path, play, **rollout) -> tuple[Generation, FakeFactory]:
+    config = RunConfig.model_validate({"run": {"steps": rollout.pop("steps", 3)}, "rollout": {"num_generations": 2, "groups_per_step": 2, **rollout}})
+    factory = FakeFactory(play)
+    journal = Journal(tmp_path / "journal.sqlite")
+    section = config.rollout
+    runner = RolloutRunner(factory, journal, None, section.max_retries, retry_pause_s=0.0)
+    assembler = Assembler(section.groups_per_step, section.max_group_replacements, section.normalise_advantage)
+    order = TaskOrder(factory.prompt_rows(), seed=0, shuffle=False)
+    return Generation(config, runner, journal, order, assembler, RunState("test", config.run.steps)), factory
+
+
+@contextlib.asynccontextmanager
+async def producing(generation):
+    task = asyncio.create_task(generation.produce())
+    try:
+        yield task
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+def member_of(episode: str) -> int:
+    return int(episode.split("-")[1].split("r")[0])
+
+
+async def by_member(task, episode):
+    return outcome(float(member_of(episode) % 2))
+
+
+async def test_batches_are_whole_groups_and_no_more_work_starts_than_staleness_allows(tmp_path):
+    generation, factory = make(tmp_path, by_member, max_staleness=0)
+    async with producing(generation):
+        for step in range(3):
+            batch = await asyncio.wait_for(generation.next_batch(), 5)
+            assert (batch.step, len(batch.groups), batch.short) == (step, 2, False)
+            assert {row.advantage for row in batch.rows} == {1.0, -1.0}
+            await asyncio.sleep(0.05)
+            assert len(factory.episodes) == 4 * (step + 1)  # the next batch waits for the weights
+            await generation.weights_are(step + 1)
+
+
+async def test_work_ahead_is_bounded_by_max_staleness(tmp_path):
+    generation, factory = make(tmp_path, by_member, max_staleness=1, steps=10)
+    async with producing(generation):
+        await asyncio.sleep(0.2)
+        assert generation.assembler.batches_closed == 2
+        assert len(factory.episodes) == 8
+
+
+async def test_the_run_ends_by_itself_after_the_last_batch(tmp_path):
+    generation, _ = make(tmp_path, by_member, max_staleness=4, steps=2)
+    async with producing(generation) as task:
+        await asyncio.wait_for(task, 5)
+    assert generation.assembler.batches_closed == 2
+
+
+async def test_concurrency_is_bounded(tmp_path):
+    async def slow(task, episode):
+        await asyncio.sleep(0.01)
+        return await by_member(task, episode)
+
+    generation, factory = make(tmp_path, slow, max_concurrent_rollouts=3, max_staleness=4, num_generations=4)
+    async with producing(generation) as task:
+        await asyncio.wait_for(task, 5)
+    assert factory.most_open == 3
+    assert factory.open == 0
+
+
+async def test_groups_without_signal_are_replaced_up_to_the_bound_then_the_step_is_short(tmp_path):
+    async def mostly_flat(task, episode):
+        return outcome(1.0 if episode.startswith("g00000") and member_of(episode) else 0.0)
+
+    generation, factory = make(tmp_path, mostly_flat, max_group_replacements=1.0, max_staleness=0)
+    async with producing(generation):
+        batch = await asyncio.wait_for(generation.next_batch(), 5)
+    assert batch.short
+    assert len(batch.groups) == 1
+    assert len(batch.considered) == 4  # twice the groups of a step, no more
+    assert len(factory.episodes) == 8
+
+
+async def test_infrastructure_failures_are_retried_and_a_user_none_is_not(tmp_path):
+    async def flaky(task, episode):
+        if "r" not in episode and member_of(episode) == 0:
+            raise RolloutFailure(Cause.SANDBOX_START, "no mount")
+        return await by_member(task, episode)
+
+    generation, factory = make(tmp_path, flaky, max_staleness=0)
+    async with producing(generation):
+        batch = await asyncio.wait_for(generation.next_batch(), 5)
+    assert [rollout.attempts for rollout in batch.groups[0].rollouts] == [2, 1]
+    assert batch.groups[0].rollouts[0].causes == [Cause.SANDBOX_START]
+    assert generation.state.rollouts_failed == {Cause.SANDBOX_START: 2}
+
+
+async def test_c68_an_unscorable_rollout_leaves_the_baseline_and_is_never_zero(tmp_path):
+    async def one_fails(task, episode):
+        if member_of(episode) == 2:
+            raise RolloutFailure(Cause.VERIFIER, "no reward file")
+        return await by_member(task, episode)
+
+    generation, _ = make(tmp_path, one_fails, num_generations=3, max_retries=1, max_staleness=0)
+    async with producing(generation):
+        batch = await asyncio.wait_for(generation.next_batch(), 5)
+    assert [rollout.reward for rollout in batch.groups[0].rollouts] == [0.0, 1.0, None]
+    assert sorted(row.advantage for row in batch.rows[:2]) == [-1.0, 1.0]
+    assert len(batch.rows) == 4
+
+
+async def test_an_exception_without_a_name_is_internal_and_the_group_goes_on(tmp_path):
+    async def broken(task, episode):
+        if member_of(episode) == 0:
+            raise KeyError("oops")
+        return outcome(1.0)
+
+    generation, factory = make(tmp_path, broken, max_staleness=0)
+    async with producing(generation):
+        await asyncio.sleep(0.1)
+    assert generation.state.rollouts_failed[Cause.INTERNAL] > 0
+    assert factory.open == 0
+
+
+async def test_g11_cancellation_at_any_point_leaves_no_session_and_no_running_row(tmp_path):
+    async def slow(task, episode):
+        await asyncio.sleep(random.random() * 0.01)
+        return await by_member(task, episode)
+
+    for attempt in range(20):
+        (tmp_path / str(attempt)).mkdir()
+        generation, factory = make(tmp_path / str(attempt), slow, max_staleness=4, max_concurrent_rollouts=3)
+        async with producing(generation):
+            await asyncio.sleep(random.random() * 0.03)
+        assert factory.open == 0
+        assert "running" not in generation.journal.counts()["rollouts"]
+
+
+def test_shuffled_advantages_are_the_same_numbers_and_none_stays():
+    advantages = [1.0, None, -1.0, 0.5]
+    for seed in range(20):
+        mixed = shuffled(advantages, str(seed))
+        assert mixed[1] is None
+        assert sorted(value for value in mixed if value is not None) == [-1.0, 0.5, 1.0]
+    assert any(shuffled(advantages, str(seed)) != advantages for seed in range(20))
+
+
+@pytest.mark.parametrize(("rewards", "usable", "reason"), [([1, 0], True, None), ([1, 1], False, "zero_variance"), ([1, None], False, "unscorable")])
+def test_a_group_needs_two_scored_rollouts_that_differ(rewards, usable, reason):
+    group = Group("g", "t", [Rollout(f"g-{n}", "g", n, 1, reward, None, [], 0.0) for n, reward in enumerate(rewards)])
+    assert (group.usable, group.drop_reason) == (usable, reason)

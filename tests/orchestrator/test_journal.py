@@ -1,0 +1,43 @@
+import pytest
+
+from harness_rl.errors import Cause, UserError
+from harness_rl.orchestrator.journal import GroupState, Journal, RolloutState
+
+
+@pytest.fixture
+def journal(tmp_path):
+    opened = Journal(tmp_path / "journal.sqlite")
+    yield opened
+    opened.close()
+
+
+def test_a_group_moves_to_durable_only_under_a_checkpoint_that_covers_it(journal):
+    for position, name in enumerate(["a", "b", "c"]):
+        journal.open_group(name, position, "task")
+    journal.move_groups(["a"], GroupState.TRAINED, step=0)
+    journal.move_groups(["b"], GroupState.TRAINED, step=1)
+    journal.make_durable(1, "checkpoints/step-1")  # weights after one step: step 0 is in, step 1 is not
+    assert journal.counts()["groups"] == {"durable": 1, "trained": 1, "running": 1}
+
+
+def test_every_rollout_ends_in_one_state_and_causes_are_counted(journal):
+    journal.open_group("g", 0, "task")
+    for member in range(3):
+        journal.open_rollout(f"g-{member}", "g", member, 0)
+    journal.end_rollout("g-0", RolloutState.SCORED, reward=1.0, turns=2)
+    journal.end_rollout("g-1", RolloutState.FAILED, cause=Cause.SANDBOX_START, message="no mount")
+    assert journal.abandon_running() == 1
+    counts = journal.counts()
+    assert counts["rollouts"] == {"scored": 1, "failed": 1, "abandoned": 1}
+    assert counts["causes"] == {"sandbox_start": 1}
+
+
+def test_what_was_written_survives_without_a_close(tmp_path):
+    Journal(tmp_path / "j.sqlite").open_group("g", 0, "task")
+    assert Journal(tmp_path / "j.sqlite").counts()["groups"] == {"running": 1}
+
+
+def test_a_file_that_is_no_journal_is_refused_in_one_line(tmp_path):
+    (tmp_path / "j.sqlite").write_text("not a database, not even close to one, really not" * 100)
+    with pytest.raises(UserError, match="not a journal"):
+        Journal(tmp_path / "j.sqlite")
