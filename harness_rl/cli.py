@@ -64,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     trace.add_argument("rollout", nargs="?", metavar="ROLLOUT", help="rollout id or a unique beginning; none lists them")
     trace.add_argument("--json", action="store_true")
     trace.add_argument("--logprobs", action="store_true", help="shade sampled tokens by logprob")
+    trace.add_argument("--full", action="store_true", help="do not cut long prompts")
     trace.set_defaults(command=_trace)
 
     commands.add_parser("proxy", help="run the capture proxy alone (harness-rl proxy --help)", add_help=False)
@@ -174,7 +175,7 @@ def _trace(options: argparse.Namespace) -> int:
 
     from harness_rl.viewer.trace import show_trace
 
-    show_trace(options.run, options.rollout, console=Console(), json=options.json, logprobs=options.logprobs)
+    show_trace(options.run, options.rollout, console=Console(), json=options.json, logprobs=options.logprobs, full=options.full)
     return 0
 
 

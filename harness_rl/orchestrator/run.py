@@ -241,6 +241,7 @@ class TrainingRun:
             line = step_metrics(batch, message["metrics"], rows, learner.last_sync)
             now = time.monotonic()
             line[Metric.STEP_SECONDS], since = now - since, now
+            line[Metric.GENERATED_TOK_S] = line["tokens/sampled"] / line[Metric.STEP_SECONDS]
             line["perf/paced_s"], paced = self.generation.seconds_paced - paced, self.generation.seconds_paced
             line["rollout/running"] = self.state.rollouts_running
             self.metrics.write({"step": self.state.step, "version": message["version"], "time": time.time(), **line})

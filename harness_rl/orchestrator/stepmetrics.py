@@ -41,6 +41,7 @@ def step_metrics(batch: Batch, learner: dict[str, Any], rows: Counter[str], sync
     line["tools/failure_frequency"] = sum(outcome.tool_failure_count for outcome in outcomes) / calls if calls else 0.0
     for reason, count in _calls(outcomes).items():
         line[f"calls/{reason}"] = count
+    line["tokens/sampled"] = sum(len(turn.completion_token_ids) for outcome in outcomes for turn in outcome.trace.turns)
     for state, count in rows.items():
         line[f"rows/{state}"] = count
     if sync is not None:

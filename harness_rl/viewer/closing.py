@@ -1,0 +1,85 @@
+"""The table at the end of a run: what was learned, and where every rollout, row, call, token and second went.
+
+It adds up what the run has counted and computes nothing else; a family that no one counted is left out, not shown as zero.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from harness_rl.metrics import Metric, RunState, mean
+from harness_rl.viewer.text import UNKNOWN, by_count, clock, finite, interval, number
+
+_ENDS = 3
+"""Steps at each end whose mean reward is compared."""
+
+_PARTS_PER_LINE = 4
+
+_FAMILIES = {"rows": "rows", "calls": "model calls", "tokens": "tokens"}
+
+
+def closing_table(state: RunState, metrics_lines: Sequence[Mapping[str, Any]], journal_counts: Mapping[str, Mapping[str, int]]) -> Group:
+    """`journal_counts` is `Journal.counts()`: totals by state for `groups` and `rollouts`, and by cause for `causes`."""
+    table = Table.grid(padding=(0, 3))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for label, value in closing_rows(state, metrics_lines, journal_counts):
+        table.add_row(label, value)
+    headline = Text.assemble((state.name, "bold"), f"  {state.phase} after {state.step} of {state.total_steps} steps")
+    return Group(headline, Text(), table)
+
+
+def closing_rows(
+    state: RunState, metrics_lines: Sequence[Mapping[str, Any]], journal_counts: Mapping[str, Mapping[str, int]]
+) -> list[tuple[str, str]]:
+    """The table's lines as (label, plain text)."""
+    rows = [("reward", _reward(metrics_lines))]
+    rows.extend((f"eval {label}", interval(estimate)) for label, estimate in state.evals.items())
+    for family in ("groups", "rollouts"):
+        rows.append((family, by_count(journal_counts.get(family, {}))))
+    rows.append(("failed", by_count(journal_counts.get("causes", {}))))
+    for prefix, label in _FAMILIES.items():
+        rows.append((label, by_count(_totals(metrics_lines, prefix))))
+    rows.append(("time", _seconds(metrics_lines)))
+    return [(label, value) for label, value in rows if value]
+
+
+def _reward(lines: Sequence[Mapping[str, Any]]) -> str:
+    rewards = [value for line in lines if (value := finite(line.get(Metric.REWARD))) is not None]
+    if not rewards:
+        return UNKNOWN
+    ends = min(_ENDS, len(rewards))
+    first, last = mean(rewards[:ends]), mean(rewards[-ends:])
+    return f"{number(first)} → {number(last)}   (first and last {ends} of {len(rewards)} steps, all scored rollouts)"
+
+
+def _totals(lines: Sequence[Mapping[str, Any]], prefix: str) -> Counter[str]:
+    totals: Counter[str] = Counter()
+    for line in lines:
+        for key, value in line.items():
+            family, slash, name = key.partition("/")
+            count = finite(value)
+            if slash and family == prefix and count is not None:
+                totals[name] += round(count)
+    return totals
+
+
+def _seconds(lines: Sequence[Mapping[str, Any]]) -> str:
+    """Sums of `perf/<part>_s`, the whole steps first; rates (`..._tok_s`) are not seconds."""
+    parts: dict[str, float] = {}
+    for line in lines:
+        for key, value in line.items():
+            seconds = finite(value)
+            if key.startswith("perf/") and key.endswith("_s") and "_tok_s" not in key and seconds is not None:
+                parts[key] = parts.get(key, 0.0) + seconds
+    whole = parts.pop(Metric.STEP_SECONDS, None)
+    shown = [] if whole is None else [f"steps {clock(whole)}"]
+    for key, seconds in sorted(parts.items(), key=lambda item: -item[1]):
+        shown.append(f"{key.removeprefix('perf/').removesuffix('_s').replace('_', ' ')} {clock(seconds)}")
+    return "\n".join(", ".join(shown[start : start + _PARTS_PER_LINE]) for start in range(0, len(shown), _PARTS_PER_LINE))
