@@ -45,6 +45,7 @@ class Batch:
     """What the learner gets for one step, and what the step saw on the way."""
 
     step: int
+    """The optimizer step that trains it, from 1; it starts from the weights of step - 1."""
     groups: list[Group]
     rows: list[Row]
     considered: list[Group]
@@ -95,9 +96,8 @@ class Assembler:
         self.idle_rounds = 0
         groups, self.ready = self.ready[: self.groups_per_step], self.ready[self.groups_per_step :]
         rows = [row for group in groups for row in self._rows(group)]
-        batch = Batch(self.batches_closed, groups, rows, considered, short=not full)
         self.batches_closed += 1
-        return batch
+        return Batch(self.batches_closed, groups, rows, considered, short=not full)
 
     def _rows(self, group: Group) -> list[Row]:
         advantages = group_advantages([rollout.reward for rollout in group.rollouts], scale=self.scale)

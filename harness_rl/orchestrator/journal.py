@@ -98,13 +98,13 @@ class Journal:
                 )
 
     def make_durable(self, step: int, checkpoint: str) -> None:
-        """Every group trained at or before `step` is covered by this checkpoint."""
+        """A checkpoint holds the weights after optimizer step `step` (from 1): every group trained up to it is covered."""
         with self._transaction() as db:
             db.execute(
-                "UPDATE groups SET state = ?, updated = ? WHERE state = ? AND step < ?",
+                "UPDATE groups SET state = ?, updated = ? WHERE state = ? AND step <= ?",
                 (GroupState.DURABLE, time.time(), GroupState.TRAINED, step),
             )
-            db.execute("UPDATE steps SET checkpoint = ? WHERE step = ?", (checkpoint, step - 1))
+            db.execute("UPDATE steps SET checkpoint = ? WHERE step = ?", (checkpoint, step))
 
     def open_rollout(self, rollout_id: str, group_id: str, member: int, attempt: int) -> None:
         self._db.execute(

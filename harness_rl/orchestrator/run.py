@@ -211,7 +211,7 @@ class TrainingRun:
                 if self._admissible(row.row_id, {version for span in row.spans for version, _, _ in span.versions})
             ]
             for row in rows:
-                mark_stale(row, batch.step, self.config.rollout.max_staleness, {self.lineage: batch.step})
+                mark_stale(row, batch.step - 1, self.config.rollout.max_staleness, {self.lineage: batch.step - 1})
             self._leased[batch.step] = batch
             self.journal.move_groups([group.group_id for group in batch.groups], GroupState.LEASED, step=batch.step)
             await learner.link.send_batch(batch.step, rows, timeout)
@@ -237,10 +237,13 @@ class TrainingRun:
             rows = Counter(str(state) for state in message["rows"].values())
             self.journal.move_groups([group.group_id for group in batch.groups], GroupState.TRAINED, step=batch.step)
             self.journal.end_step(batch.step, message["version"], dict(rows))
-            self.state.step = batch.step + 1
-            line = step_metrics(batch, message["metrics"], rows, learner.last_sync)
+            self.state.step = batch.step
+            # A step that changed nothing (no finite gradient) has no sync to tell the pacer.
+            await self.generation.weights_are(batch.step)
+            line = step_metrics(batch, message["metrics"], learner.last_sync)
             now = time.monotonic()
             line[Metric.STEP_SECONDS], since = now - since, now
+            line[Metric.TRAINED_TOK_S] = line.get("tokens/trained", 0.0) / line[Metric.STEP_SECONDS]
             line[Metric.GENERATED_TOK_S] = line["tokens/sampled"] / line[Metric.STEP_SECONDS]
             line["perf/paced_s"], paced = self.generation.seconds_paced - paced, self.generation.seconds_paced
             line["rollout/running"] = self.state.rollouts_running

@@ -10,7 +10,7 @@ from harness_rl.orchestrator.batches import Batch
 from harness_rl.orchestrator.learner_process import SyncReport
 
 
-def step_metrics(batch: Batch, learner: dict[str, Any], rows: Counter[str], sync: SyncReport | None) -> dict[str, float]:
+def step_metrics(batch: Batch, learner: dict[str, Any], sync: SyncReport | None) -> dict[str, float]:
     """`reward` and `reward_std` are over *all* scored rollouts of the step, before any filtering; `reward_trained` over the trained
     groups."""
     rollouts = [rollout for group in batch.considered for rollout in group.rollouts]
@@ -42,12 +42,24 @@ def step_metrics(batch: Batch, learner: dict[str, Any], rows: Counter[str], sync
     for reason, count in _calls(outcomes).items():
         line[f"calls/{reason}"] = count
     line["tokens/sampled"] = sum(len(turn.completion_token_ids) for outcome in outcomes for turn in outcome.trace.turns)
-    for state, count in rows.items():
-        line[f"rows/{state}"] = count
     if sync is not None:
         line |= {f"perf/sync_{name}_s": float(seconds) for name, seconds in sync.seconds.items()}
         line |= {f"sync/proof_{name}": float(sync.proof[name]) for name in ("tokens", "mean_abs", "max_abs", "bound") if name in sync.proof}
-    return line | {name: float(value) for name, value in learner.items() if isinstance(value, int | float)}
+    return line | {learner_name(name): float(value) for name, value in learner.items() if isinstance(value, int | float)}
+
+
+def learner_name(name: str) -> str:
+    """The learner counts in its own words; a metrics line uses one vocabulary for both processes."""
+    family, _, rest = name.partition("/")
+    match family:
+        case "seconds":
+            return f"perf/{rest}_s"
+        case "staleness":
+            return f"sample/staleness_{rest}"
+        case "tokens_per_second":
+            return "perf/learner_tok_s"
+        case _:
+            return name
 
 
 def _calls(outcomes: list[Any]) -> Counter[str]:

@@ -157,41 +157,53 @@ async def _train(
     learner: LearnerProcess,
     state: RunState,
 ) -> tuple[float, int]:
-    section = config.warmup
-    used = step = 0
-    while used < section.demonstrations:
-        batch = await _demonstrate(config, runner, [order.next()[1] for _ in range(section.batch)], step)
-        await learner.link.send_batch(step, batch, config.learner.step_timeout_s)
-        while (message := await learner.next(config.learner.step_timeout_s)).type != "result":
-            pass
-        used += section.batch
-        step += 1
-        loss = message["metrics"].get("loss")
-        state.say(f"warm-up: {used} demonstrations, loss {loss:.3f}" if loss is not None else f"warm-up: {used} demonstrations")
-        if step % section.check_every:
-            continue
-        evaluation = await evaluate(
-            runner,
-            rows[: section.check_tasks],
-            label=f"warmup-{step}",
-            samples=1,
-            temperature=config.rollout.temperature,
-            concurrency=config.rollout.max_concurrent_rollouts,
-            seed=config.run.seed,
-            state=state,
-        )
-        state.evals.pop(f"warmup-{step}", None)
-        state.phase = "warm-up"
-        if evaluation.reward > section.target_high:
-            state.say(
-                f"warm-up: success {evaluation.reward:.2f} is above {section.target_high}; lower warmup.learning_rate or check more often"
-            )
-        if evaluation.reward >= section.target_low:
-            return evaluation.reward, used
+    """Returns (measured success, demonstrations used). The next demonstrations are captured while the learner trains on the last ones."""
+    section, timeout = config.warmup, config.learner.step_timeout_s
+    steps = -(-section.demonstrations // section.batch)
+
+    def demonstrate(step: int) -> asyncio.Task[list[Row]]:
+        return tasks.create_task(_demonstrate(config, runner, [order.next()[1] for _ in range(section.batch)], step))
+
+    async with asyncio.TaskGroup() as tasks:
+        coming = demonstrate(1)
+        for step in range(1, steps + 1):
+            await learner.link.send_batch(step, await coming, timeout)
+            if step < steps:
+                coming = demonstrate(step + 1)
+            while (message := await learner.next(timeout)).type != "result":
+                continue
+            state.say(f"warm-up: {step * section.batch} demonstrations, loss {message['metrics'].get('loss', float('nan')):.3f}")
+            if step % section.check_every:
+                continue
+            success = await _measure(config, runner, rows, state, step)
+            if success >= section.target_low:
+                coming.cancel()
+                return success, step * section.batch
     raise HarnessRLError(
-        f"warm-up: success stayed below {section.target_low} after {used} demonstrations; "
+        f"warm-up: success stayed below {section.target_low} after {steps * section.batch} demonstrations; "
         "raise warmup.demonstrations or warmup.learning_rate"
     )
+
+
+async def _measure(config: RunConfig, runner: RolloutRunner, rows: list[dict[str, Any]], state: RunState, step: int) -> float:
+    section, label = config.warmup, f"warmup-{step}"
+    evaluation = await evaluate(
+        runner,
+        rows[: section.check_tasks],
+        label=label,
+        samples=1,
+        temperature=config.rollout.temperature,
+        concurrency=config.rollout.max_concurrent_rollouts,
+        seed=config.run.seed,
+        state=state,
+    )
+    del state.evals[label]
+    state.phase = "warm-up"
+    if evaluation.reward > section.target_high:
+        state.say(
+            f"warm-up: success {evaluation.reward:.2f} is above {section.target_high}; lower warmup.learning_rate or warmup.check_every"
+        )
+    return evaluation.reward
 
 
 async def _demonstrate(config: RunConfig, runner: RolloutRunner, rows: list[dict[str, Any]], step: int) -> list[Row]:

@@ -19,7 +19,9 @@ from harness_rl.sessions.base import RolloutFailure
 
 
 def make(tmp_path, play, **rollout) -> tuple[Generation, FakeFactory]:
-    config = RunConfig.model_validate({"run": {"steps": rollout.pop("steps", 3)}, "rollout": {"num_generations": 2, "groups_per_step": 2, **rollout}})
+    config = RunConfig.model_validate(
+        {"run": {"steps": rollout.pop("steps", 3)}, "rollout": {"num_generations": 2, "groups_per_step": 2, **rollout}}
+    )
     factory = FakeFactory(play)
     journal = Journal(tmp_path / "journal.sqlite")
     section = config.rollout
@@ -53,7 +55,7 @@ async def test_batches_are_whole_groups_and_no_more_work_starts_than_staleness_a
     async with producing(generation):
         for step in range(3):
             batch = await asyncio.wait_for(generation.next_batch(), 5)
-            assert (batch.step, len(batch.groups), batch.short) == (step, 2, False)
+            assert (batch.step, len(batch.groups), batch.short) == (step + 1, 2, False)
             assert {row.advantage for row in batch.rows} == {1.0, -1.0}
             await asyncio.sleep(0.05)
             assert len(factory.episodes) == 4 * (step + 1)  # the next batch waits for the weights
@@ -164,7 +166,9 @@ def test_shuffled_advantages_are_the_same_numbers_and_none_stays():
     assert any(shuffled(advantages, str(seed)) != advantages for seed in range(20))
 
 
-@pytest.mark.parametrize(("rewards", "usable", "reason"), [([1, 0], True, None), ([1, 1], False, "zero_variance"), ([1, None], False, "unscorable")])
+@pytest.mark.parametrize(
+    ("rewards", "usable", "reason"), [([1, 0], True, None), ([1, 1], False, "zero_variance"), ([1, None], False, "unscorable")]
+)
 def test_a_group_needs_two_scored_rollouts_that_differ(rewards, usable, reason):
     group = Group("g", "t", [Rollout(f"g-{n}", "g", n, 1, reward, None, [], 0.0) for n, reward in enumerate(rewards)])
     assert (group.usable, group.drop_reason) == (usable, reason)

@@ -14,9 +14,9 @@ def journal(tmp_path):
 def test_a_group_moves_to_durable_only_under_a_checkpoint_that_covers_it(journal):
     for position, name in enumerate(["a", "b", "c"]):
         journal.open_group(name, position, "task")
-    journal.move_groups(["a"], GroupState.TRAINED, step=0)
-    journal.move_groups(["b"], GroupState.TRAINED, step=1)
-    journal.make_durable(1, "checkpoints/step-1")  # weights after one step: step 0 is in, step 1 is not
+    journal.move_groups(["a"], GroupState.TRAINED, step=1)
+    journal.move_groups(["b"], GroupState.TRAINED, step=2)
+    journal.make_durable(1, "checkpoints/step-1")
     assert journal.counts()["groups"] == {"durable": 1, "trained": 1, "running": 1}
 
 
