@@ -222,17 +222,21 @@ def _models_fetch(options: argparse.Namespace) -> int:
 
 
 def _agents_build(options: argparse.Namespace) -> int:
-    from harness_rl.agents import build_agent
+    import asyncio
 
-    for path in build_agent(options.name, lambda line: print(line, flush=True)):
+    from harness_rl.agents.registry import build_agent
+
+    for path in asyncio.run(build_agent(options.name, lambda line: print(line, file=sys.stderr, flush=True))):
         print(path)
     return 0
 
 
 def _tasks_check(options: argparse.Namespace) -> int:
-    from harness_rl.tasks.check import check_command
+    from rich.console import Console
 
-    return check_command(options.path, concurrency=options.concurrency, as_json=options.json)
+    from harness_rl.tasks.check import CheckSpec, run
+
+    return run(options.path, CheckSpec(concurrency=options.concurrency), options.json, Console())
 
 
 def _tasks_quickstart(options: argparse.Namespace) -> int:

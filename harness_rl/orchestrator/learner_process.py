@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import shutil
 import tempfile
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -103,9 +104,10 @@ class LearnerProcess:
         return checkpoint
 
     async def close(self) -> None:
+        """Idempotent."""
         await self.child.stop()
         await self.link.close()
-        self.link_dir.rmdir()
+        shutil.rmtree(self.link_dir, ignore_errors=True)
 
 
 _INVARIANT_NAMES = frozenset({"RowMismatch", "WeightProofFailed", "InvariantError"})

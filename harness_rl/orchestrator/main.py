@@ -202,6 +202,7 @@ def run_folder(config: RunConfig) -> Iterator[None]:
         raise UserError(f"run folder {folder} cannot be written: {error.strerror}; set run.dir to another place") from None
     handler = logging.FileHandler(folder / "logs" / "control.log")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.addFilter(lambda record: not record.name.startswith("harbor."))  # in each rollout's own trial.log
     root = logging.getLogger()
     try:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import shutil
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -25,10 +26,9 @@ class ProxyProcess:
     client: ProxyClient
 
     async def stop(self) -> None:
-        await self.client.aclose()
+        await self.client.close()
         await self.child.stop(grace_s=6.0)
-        self.handoff_socket.unlink(missing_ok=True)
-        self.handoff_socket.parent.rmdir()
+        shutil.rmtree(self.handoff_socket.parent, ignore_errors=True)
 
 
 async def start_proxy(section: ProxySection, *, engine_url: str, model: str, run_dir: Path) -> ProxyProcess:

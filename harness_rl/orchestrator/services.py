@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -16,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from harness_rl.config import RunConfig
+from harness_rl.engines.environment import torch_python
 from harness_rl.engines.vllm import Engine, connect, launch
-from harness_rl.errors import EngineError, HarnessRLError, UserError
+from harness_rl.errors import EngineError, HarnessRLError
 from harness_rl.metrics import RunState
 from harness_rl.orchestrator.proxy_process import ProxyProcess, start_proxy
 from harness_rl.sandboxes.reaper import audit, reap
@@ -85,22 +85,12 @@ class Services:
             await asyncio.sleep(1.0)
 
 
-def torch_python(configured: Path | None) -> Path:
-    """The interpreter that has torch and vLLM: as configured, else `.venv-torch` beside this environment, else this one."""
-    if configured is not None:
-        if not configured.exists():
-            raise UserError(f"engine.python: {configured} does not exist")
-        return configured
-    beside = Path(sys.prefix).parent / ".venv-torch" / "bin" / "python"
-    return beside if beside.exists() else Path(sys.executable)
-
-
 @asynccontextmanager
 async def services(config: RunConfig, model_path: Path, state: RunState) -> AsyncIterator[Services]:
     """Start everything; whatever happens inside, end everything. Raises UserError, EngineError, HarnessRLError."""
     found = await asyncio.to_thread(reap)
-    if found.total:
-        state.say(f"reclaimed what an earlier run left: {found}")
+    if found.sessions:
+        state.say(f"reclaimed {found.sessions} sandboxes that an earlier run left")
     state.engine = "starting"
     state.say("starting the engine" if config.engine.url is None else f"connecting to {config.engine.url}")
     if config.engine.url is None:

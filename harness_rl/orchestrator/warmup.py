@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from harness_rl.config import RunConfig
-from harness_rl.errors import HarnessRLError, UserError
+from harness_rl.errors import HarnessRLError
 from harness_rl.learner.rows import Row, build_rows
 from harness_rl.learner.spec import LearnerSpec
 from harness_rl.metrics import RunState
@@ -31,6 +31,7 @@ from harness_rl.orchestrator.schedule import TaskOrder
 from harness_rl.orchestrator.services import Services
 from harness_rl.paths import cache_dir
 from harness_rl.sessions.base import SessionFactory
+from harness_rl.tasks.load import read_task, solution_commands
 
 SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 """How mini-swe-agent is told that the work is done."""
@@ -45,15 +46,8 @@ class WarmStart:
 
 def script_of(task: Path) -> list[dict[str, Any]]:
     """A task's solution as assistant turns: one bash call with the solution's commands, then the submission. Raises UserError."""
-    file = task / "solution" / "solve.sh"
-    try:
-        lines = file.read_text().splitlines()
-    except OSError as error:
-        raise UserError(f"warm-up: {file} cannot be read: {error.strerror}; every task needs a solution to demonstrate") from None
-    command = "\n".join(line for line in lines if line.strip() and not line.startswith("#") and not line.startswith("set -"))
-    if not command:
-        raise UserError(f"warm-up: {file} has no command")
-    return [{"content": None, "tool_calls": [{"name": "bash", "arguments": {"command": text}}]} for text in (command, SUBMIT)]
+    commands = (solution_commands(read_task(task)), SUBMIT)
+    return [{"content": None, "tool_calls": [{"name": "bash", "arguments": {"command": command}}]} for command in commands]
 
 
 def warm_start_path(config: RunConfig, model_path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -74,7 +68,7 @@ def warm_start_path(config: RunConfig, model_path: Path, rows: list[dict[str, An
             if file.stat().st_size < 1 << 20:
                 digest.update(file.read_bytes())
     for row in rows:
-        add([row["prompt"], (Path(row["task_path"]) / "solution" / "solve.sh").read_text()])
+        add([row["prompt"], solution_commands(read_task(Path(row["task_path"])))])
     return cache_dir("warmup", digest.hexdigest()[:24])
 
 

@@ -1,0 +1,290 @@
+"""The quickstart's tasks: `python -m harness_rl.tasks.quickstart [FOLDER]` writes FOLDER/train and FOLDER/heldout.
+
+Invariants: the same seed writes the same bytes on every machine; no word of a held-out task occurs in a training task; a verifier looks at
+the outcome only, never at the command; its reward file exists whatever the agent did (a missing one would be no reward at all, not a 0).
+
+Each task is one short sentence that one short shell command solves, in a plain Debian image with the task's files in /app. That is as
+much as a model of 135M parameters can learn in minutes, and still asks for the right command with the right names in the right places.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness_rl.errors import UserError
+
+DEFAULT_FOLDER = Path("examples/tasks/quickstart")
+SEED = 0
+TRAIN_TASKS = 56
+HELDOUT_TASKS = 20
+IMAGE = "debian:bookworm-slim"
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+# Common nouns that the quickstart model's tokenizer holds as one token each, so that commands stay short. One list per split.
+TRAIN_WORDS = _words("""
+apple pear plum lemon mango grape peach cherry olive banana onion carrot potato tomato pepper garlic bean corn rice wheat sugar honey salt
+butter cheese bread milk cream coffee oak pine maple cedar birch willow palm fern moss rose lily grass leaf root lion tiger bear wolf fox
+deer horse sheep goat pig dog mouse rat rabbit bird eagle hawk owl duck river lake ocean island valley desert beach cliff cave stone
+rock sand clay iron gold silver copper steel sun moon star planet comet cloud rain snow storm wind red blue green yellow purple brown house
+castle tower bridge road garden farm market school church temple table chair lamp clock mirror window door king queen prince knight soldier
+drum flute violin piano guitar train ship boat truck bus plane
+""")
+HELDOUT_WORDS = _words("""
+berry orange barley tea seed branch flower tree forest cow goose crow fish whale shark seal crab frog snake turtle lizard spider ant bee
+butterfly mountain glass paper wood cotton silk wool leather thunder winter summer spring autumn morning night black white pink gray amber
+violet street museum station harbor key lock box basket bottle cup plate bowl spoon knife fork hammer nail rope ladder bucket brush needle
+button ring crown sailor pilot farmer baker doctor teacher writer painter trumpet harp bell rocket wheel engine anchor
+""")
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A task before it is written to disk."""
+
+    family: str
+    slug: str
+    """Unique within its split."""
+    instruction: str
+    files: dict[str, str]
+    """What lies in /app at the start."""
+    solution: str
+    """One shell command."""
+    goal: str
+    """The verifier's own words for success."""
+    check: str
+    """A bash condition; see `_TEST` for the helpers."""
+    expected: str | None = None
+    """Written to tests/expected.txt."""
+
+
+_TEST = """\
+#!/bin/bash
+# Reward 1 when {goal}, else 0. Only the outcome counts; blank space around a line does not.
+PATH=/usr/sbin:/usr/bin:/sbin:/bin
+
+# The text of a regular file (a link does not count), each line trimmed.
+text() {{ [ -f "$1" ] && [ ! -L "$1" ] && head -c 65536 "$1" | tr -d '\\0' | sed 's/^[[:space:]]*//; s/[[:space:]]*$//'; }}
+same() {{ [ -n "$(text "$1")" ] && [ "$(text "$1")" = "$(text /tests/expected.txt)" ]; }}
+{helper}
+reward=0
+if {check}; then reward=1; fi
+mkdir -p /logs/verifier
+echo "$reward" > /logs/verifier/reward.txt
+"""
+
+# The script runs where only the right file exists, with fresh content: printing the old content or making the wrong file does not pass.
+_RUNS = """\
+reads() {
+  local dir probe output
+  [ -f "/app/$1" ] && [ ! -L "/app/$1" ] || return 1
+  dir=$(mktemp -d) && probe="probe $RANDOM$RANDOM" && echo "$probe" > "$dir/$2" && cp "/app/$1" "$dir/" || return 1
+  output=$(cd "$dir" && timeout -k 1 5 bash "$1" < /dev/null 2> /dev/null) || return 1
+  [ "$output" = "$probe" ]
+}
+"""
+
+_TOML = """\
+schema_version = "1.4"
+
+[task]
+name = "quickstart/{name}"
+description = "{description}"
+
+[metadata]
+family = "{family}"
+
+[agent]
+timeout_sec = 180
+
+[verifier]
+timeout_sec = 60
+
+[environment]
+docker_image = "{image}"
+workdir = "/app"
+network_mode = "no-network"
+build_timeout_sec = 120
+cpus = 1
+memory_mb = 512
+storage_mb = 256
+"""
+
+
+def _lines(words: Iterable[str]) -> str:
+    return "".join(f"{word}\n" for word in words)
+
+
+def _write(rng: random.Random, words: Sequence[str]) -> Draft:
+    word, name, other = rng.sample(words, 3)
+    return Draft(
+        family="write",
+        slug=f"write-{word}-{name}",
+        instruction=f"Write {word} to {name}.txt.",
+        files={f"{other}.txt": _lines([other])},
+        solution=f"echo {word} > {name}.txt",
+        goal=f"{name}.txt holds the word {word} and nothing else",
+        check=f'[ "$(text /app/{name}.txt)" = {word} ]',
+    )
+
+
+def _append(rng: random.Random, words: Sequence[str]) -> Draft:
+    word, name, *old = rng.sample(words, rng.randint(4, 6))
+    return Draft(
+        family="write",
+        slug=f"append-{word}-{name}",
+        instruction=f"Append {word} to {name}.txt.",
+        files={f"{name}.txt": _lines(old)},
+        solution=f"echo {word} >> {name}.txt",
+        goal=f"{name}.txt holds its old lines and then the line {word}",
+        check=f"same /app/{name}.txt",
+        expected=_lines([*old, word]),
+    )
+
+
+def _move(rng: random.Random, words: Sequence[str]) -> Draft:
+    old, new, *content = rng.sample(words, rng.randint(4, 6))
+    return Draft(
+        family="move",
+        slug=f"move-{old}-{new}",
+        instruction=f"Rename {old}.txt to {new}.txt.",
+        files={f"{old}.txt": _lines(content)},
+        solution=f"mv {old}.txt {new}.txt",
+        goal=f"{old}.txt is gone and {new}.txt holds what it held",
+        check=f"[ ! -e /app/{old}.txt ] && same /app/{new}.txt",
+        expected=_lines(content),
+    )
+
+
+def _count(rng: random.Random, words: Sequence[str]) -> Draft:
+    source, target, *content = rng.sample(words, rng.randint(5, 14))
+    return Draft(
+        family="count",
+        slug=f"count-{source}-{target}",
+        instruction=f"Count the lines of {source}.txt into {target}.txt.",
+        files={f"{source}.txt": _lines(content)},
+        solution=f"wc -l < {source}.txt > {target}.txt",
+        goal=f"{target}.txt holds the number of lines of {source}.txt and nothing else",
+        check=f'[ "$(text /app/{target}.txt)" = {len(content)} ]',
+    )
+
+
+def _upper(rng: random.Random, words: Sequence[str]) -> Draft:
+    source, target, *content = rng.sample(words, rng.randint(4, 6))
+    return Draft(
+        family="transform",
+        slug=f"upper-{source}-{target}",
+        instruction=f"Upper-case {source}.txt into {target}.txt.",
+        files={f"{source}.txt": _lines(content)},
+        solution=f"tr a-z A-Z < {source}.txt > {target}.txt",
+        goal=f"{target}.txt holds the lines of {source}.txt in upper case",
+        check=f"same /app/{target}.txt",
+        expected=_lines(content).upper(),
+    )
+
+
+def _sort(rng: random.Random, words: Sequence[str]) -> Draft:
+    source, target, *content = rng.sample(words, rng.randint(6, 8))
+    content.sort(reverse=True)
+    return Draft(
+        family="transform",
+        slug=f"sort-{source}-{target}",
+        instruction=f"Sort {source}.txt into {target}.txt.",
+        files={f"{source}.txt": _lines(content)},
+        solution=f"sort {source}.txt > {target}.txt",
+        goal=f"{target}.txt holds the lines of {source}.txt in alphabetical order",
+        check=f"same /app/{target}.txt",
+        expected=_lines(sorted(content)),
+    )
+
+
+def _fix(rng: random.Random, words: Sequence[str]) -> Draft:
+    script, right, wrong, *content = rng.sample(words, 5)
+    return Draft(
+        family="fix",
+        slug=f"fix-{script}-{right}-{wrong}",
+        instruction=f"Replace {wrong} with {right} in the failing {script}.sh.",
+        files={f"{script}.sh": f"#!/bin/bash\nset -e\ncat {wrong}.txt\n", f"{right}.txt": _lines(content)},
+        solution=f"sed -i s/{wrong}/{right}/ {script}.sh",
+        goal=f"{script}.sh prints {right}.txt and exits with 0",
+        check=f"reads {script}.sh {right}.txt",
+    )
+
+
+KINDS: tuple[Callable[[random.Random, Sequence[str]], Draft], ...] = (_write, _append, _move, _count, _upper, _sort, _fix)
+
+
+def draft_split(words: Sequence[str], count: int, seed: str) -> list[Draft]:
+    """`count` different drafts from `words` alone, the kinds taking turns, so that any beginning of the list is a fair sample."""
+    rng = random.Random(seed)  # a string seed is hashed with SHA-512: the same on every machine and Python
+    drafts: dict[str, Draft] = {}
+    while len(drafts) < count:
+        draft = KINDS[len(drafts) % len(KINDS)](rng, words)
+        drafts.setdefault(draft.slug, draft)
+    return list(drafts.values())
+
+
+def write_task(draft: Draft, folder: Path) -> None:
+    """Write one Harbor task to `folder`, which must not exist and names the task."""
+    helper = _RUNS if "reads " in draft.check else ""
+    texts = {
+        "instruction.md": draft.instruction + "\n",
+        "task.toml": _TOML.format(name=folder.name, description=draft.instruction, family=draft.family, image=IMAGE),
+        "solution/solve.sh": f"#!/bin/bash\n{draft.solution}\n",
+        "tests/test.sh": _TEST.format(goal=draft.goal, check=draft.check, helper=helper),
+        **{f"environment/{name}": text for name, text in draft.files.items()},
+    }
+    if draft.expected is not None:
+        texts["tests/expected.txt"] = draft.expected
+    for name, text in texts.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8", newline="\n")
+        if name.endswith(".sh"):
+            path.chmod(0o755)
+
+
+def generate(folder: Path, train: int = TRAIN_TASKS, heldout: int = HELDOUT_TASKS, seed: int = SEED) -> dict[str, int]:
+    """Write both splits under `folder` and return their sizes. An existing split of ours is replaced; anything else is left alone."""
+    sizes = {}
+    for split, words, count in (("train", TRAIN_WORDS, train), ("heldout", HELDOUT_WORDS, heldout)):
+        drafts = draft_split(words, count, f"{seed}/{split}")
+        target = folder / split
+        if target.exists():
+            foreign = sorted(path.name for path in target.iterdir() if not (path / "task.toml").is_file())
+            if foreign:
+                raise UserError(f"tasks: {target} holds {foreign[0]}, which is no task of ours; give another folder")
+            shutil.rmtree(target)
+        for number, draft in enumerate(drafts, 1):
+            write_task(draft, target / f"{number:02d}-{draft.slug}")
+        sizes[split] = len(drafts)
+    return sizes
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m harness_rl.tasks.quickstart", description="Write the quickstart's tasks.")
+    parser.add_argument("folder", nargs="?", type=Path, default=DEFAULT_FOLDER)
+    parser.add_argument("--train", type=int, default=TRAIN_TASKS)
+    parser.add_argument("--heldout", type=int, default=HELDOUT_TASKS)
+    parser.add_argument("--seed", type=int, default=SEED)
+    args = parser.parse_args(argv)
+    try:
+        sizes = generate(args.folder, args.train, args.heldout, args.seed)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(f"{args.folder}: " + ", ".join(f"{size} {split} tasks" for split, size in sizes.items()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

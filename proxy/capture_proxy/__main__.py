@@ -1,0 +1,7 @@
+"""`python -m capture_proxy`."""
+
+import sys
+
+from capture_proxy.cli import main
+
+sys.exit(main())

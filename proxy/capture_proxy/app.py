@@ -1,0 +1,272 @@
+"""The proxy as an HTTP server: its state, and the agent's routes.
+
+Invariant: an agent's request is served only for the session whose key it carries, and on a handed-off listener only for that listener's
+session; every other key, a sealed session and an unknown one all get the same 404, which stops every client. No engine route is reachable
+from here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from capture_proxy import calls, dialects
+from capture_proxy.auth import agent_key, key_hash, new_key, same_key
+from capture_proxy.calls import Context
+from capture_proxy.dialects import chat
+from capture_proxy.engine import Engine
+from capture_proxy.gate import Gate
+from capture_proxy.messages import AgentCall, Reply
+from capture_proxy.metrics import Metrics
+from capture_proxy.pool import EnginePool
+from capture_proxy.reasons import Reason
+from capture_proxy.refusal import CallRefused
+from capture_proxy.session import RunningCall, Session
+from capture_proxy.settings import Settings
+from capture_proxy.spec import SessionSpec
+from capture_proxy.store import Store, StoreError, read_log
+from capture_proxy.stream import EventStream
+
+BIG_BODY = 1 << 20
+"""Bodies from this size on are parsed in a thread, so that other calls go on meanwhile."""
+
+log = logging.getLogger(__name__)
+
+
+class Proxy:
+    """Everything that lives as long as the process: store, engines, sessions, gate, counters."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.store = Store(settings.store, settings.durability)
+        self.http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), trust_env=False)
+        engines = [Engine(url, settings.model, self.http, settings.retry, settings.generate_timeout_s) for url in settings.engines]
+        self.ctx = Context(settings, EnginePool(engines), Gate(), Metrics())
+        self.sessions: dict[str, Session] = {}
+        self._by_key: dict[str, Session] = {}
+        self.listeners: dict[str, list[web.AppRunner]] = {}
+        """Handed-off listeners by session id."""
+        self._resume()
+
+    def create_session(self, spec: SessionSpec) -> tuple[Session, str]:
+        """A new session and its key."""
+        key, session_id = new_key(), "s" + secrets.token_hex(12)
+        session = Session.create(session_id, key_hash(key), spec, self.store.create(session_id))
+        self._add(session)
+        return session, key
+
+    def session_of(self, key: str | None) -> Session | None:
+        """The session with this key, sealed or not."""
+        session = self._by_key.get(key_hash(key)) if key else None
+        return session if session is not None and key is not None and same_key(key, session.key_hash) else None
+
+    async def seal(self, session: Session, grace_s: float | None) -> None:
+        await session.seal(self.settings.seal_grace_s if grace_s is None else grace_s)
+        await self.close_listeners(session.id)
+
+    async def delete(self, session: Session, purge: bool) -> None:
+        """Forgets a session. Its log is kept unless it is purged."""
+        await session.delete()
+        await self.close_listeners(session.id)
+        self.sessions.pop(session.id, None)
+        self._by_key.pop(session.key_hash, None)
+        self.ctx.pool.forget(session.id)
+        if purge:
+            self.store.path(session.id).unlink(missing_ok=True)
+
+    async def close_listeners(self, session_id: str) -> None:
+        for runner in self.listeners.pop(session_id, []):
+            await runner.cleanup()
+
+    async def close(self) -> None:
+        """Cancels the calls in flight and closes everything; the sessions stay open in their logs."""
+        tasks = [call.task for session in self.sessions.values() for call in session.running.values() if call.task is not None]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=1.0)
+        for session_id in list(self.listeners):
+            await self.close_listeners(session_id)
+        await self.http.close()
+        for session in self.sessions.values():
+            session.log.close()
+        await self.store.close()
+
+    def _add(self, session: Session) -> None:
+        self.sessions[session.id] = session
+        self._by_key[session.key_hash] = session
+
+    def _resume(self) -> None:
+        for session_id in self.store.session_ids():
+            content = read_log(self.store.path(session_id))
+            session_log = self.store.reopen(session_id, content)
+            session = Session.resume(content, session_log)
+            if session is None:
+                session_log.close()
+                continue
+            self._add(session)
+        if self.sessions:
+            log.info("resumed %d sessions from %s", len(self.sessions), self.store.root)
+
+
+def agent_app(proxy: Proxy, only: str | None = None) -> web.Application:
+    """The agent's routes. `only` restricts them to one session and leaves nothing else on the listener."""
+    app = web.Application(client_max_size=proxy.settings.body_limit, middlewares=[json_errors])
+    add_agent_routes(app, proxy, only)
+    return app
+
+
+def add_agent_routes(app: web.Application, proxy: Proxy, only: str | None = None) -> None:
+    """Adds the agent's routes to `app`, with the key in a header or as `/s/{key}` before the path."""
+    routes = AgentRoutes(proxy, only)
+    for prefix in ("", "/s/{key}"):
+        app.router.add_post(prefix + "/v1/chat/completions", routes.chat_completions)
+        app.router.add_get(prefix + "/v1/models", routes.models)
+        app.router.add_get(prefix + "/v1/models/{name:.+}", routes.models)
+
+
+class AgentRoutes:
+    """Handlers of the agent's calls."""
+
+    def __init__(self, proxy: Proxy, only: str | None) -> None:
+        self.proxy = proxy
+        self.only = only
+
+    async def models(self, request: web.Request) -> web.StreamResponse:
+        """The one model, under the name that was asked for."""
+        if self._session(request) is None:
+            return _not_found()
+        name = request.match_info.get("name", self.proxy.settings.model)
+        card = {"id": name, "object": "model", "created": 0, "owned_by": "capture-proxy"}
+        return web.json_response(card if "name" in request.match_info else {"object": "list", "data": [card]})
+
+    async def chat_completions(self, request: web.Request) -> web.StreamResponse:
+        """One call of the agent."""
+        session = self._session(request)
+        if session is None or session.state == "sealed":
+            if session is not None:
+                session.late()
+            return _not_found()
+        try:
+            running = session.begin()
+        except StoreError as error:
+            return _error(CallRefused(503, None, str(error), Reason.ENGINE_FAILED, retry_after_s=5))
+        try:
+            body = await _body(request, self.proxy.settings.body_timeout_s)
+            call = chat.parse(body, request.headers)
+        except (chat.BadRequest, web.HTTPRequestEntityTooLarge) as error:
+            session.end(running.seq, Reason.REFUSED, str(error))
+            session.leave(running)
+            self.proxy.ctx.metrics.calls[Reason.REFUSED.value] += 1
+            return _error(CallRefused(getattr(error, "status", 400), None, str(error), Reason.REFUSED))
+        except BaseException:
+            session.end(running.seq, Reason.ABANDONED, "the client left before its request was complete")
+            session.leave(running)
+            raise
+        running.task = asyncio.create_task(calls.perform(self.proxy.ctx, session, call, body, running))
+        try:
+            return await self._respond(request, call, running, running.task)
+        finally:
+            if not running.delivered:
+                await self._not_delivered(session, running, running.task)
+            session.leave(running)
+
+    async def _respond(self, request: web.Request, call: AgentCall, running: RunningCall, task: asyncio.Task[Reply]) -> web.StreamResponse:
+        """Waits for the call and writes its answer; an error before the first byte keeps its HTTP status."""
+        if call.stream:
+            # Only what can still be refused is awaited before the headers, and not for longer than a silence may last.
+            sampling = asyncio.create_task(running.sampling.wait())
+            try:
+                await asyncio.wait({task, sampling}, timeout=self.proxy.settings.keepalive_s, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                sampling.cancel()
+            if not (task.done() and (task.cancelled() or task.exception() is not None)):
+                return await self._stream(request, call, running, task)
+        try:
+            answer = await asyncio.shield(task)
+        except CallRefused as refused:
+            return _error(refused)
+        except asyncio.CancelledError:
+            if task.cancelled():
+                return _not_found()
+            raise
+        response = web.json_response(dialects.BY_NAME[call.dialect].reply(answer, call, running.response_id, running.created))
+        # Written here to the last byte, so that a client that has left is noticed.
+        await response.prepare(request)
+        await response.write_eof()
+        running.delivered = True
+        return response
+
+    async def _stream(self, request: web.Request, call: AgentCall, running: RunningCall, task: asyncio.Task[Reply]) -> web.StreamResponse:
+        dialect = dialects.BY_NAME[call.dialect]
+        stream = EventStream(request, self.proxy.settings.keepalive_s)
+        response_id, created = running.response_id, running.created
+        await stream.start(dialect.stream_head(call, response_id, created))
+        await stream.wait(task, dialect.noop(call, response_id, created))
+        try:
+            answer = task.result()
+        except (CallRefused, asyncio.CancelledError) as error:
+            await stream.abort(dialect.stream_error(str(error) or "this session is closed"))
+            return stream.response
+        await stream.send(dialect.stream_body(answer, call, response_id, created))
+        # A client that closes from here on (some do at the terminal event) has its answer.
+        running.delivered = True
+        await stream.end()
+        return stream.response
+
+    async def _not_delivered(self, session: Session, running: RunningCall, task: asyncio.Task[Reply]) -> None:
+        """The agent has no answer: stop the engine's work where the client left, and do not train what it did not get."""
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task}, timeout=5.0)
+        if task.done() and not task.cancelled():
+            task.exception()  # A refusal has been answered or has no one left to read it.
+        if running.node_id is not None:
+            session.amend(running.node_id, Reason.ABANDONED)
+
+    def _session(self, request: web.Request) -> Session | None:
+        session = self.proxy.session_of(agent_key(request))
+        return session if session is None or self.only in (None, session.id) else None
+
+
+async def _body(request: web.Request, timeout_s: float) -> dict[str, Any]:
+    try:
+        async with asyncio.timeout(timeout_s):
+            raw = await request.read()
+    except TimeoutError as error:
+        raise chat.BadRequest(f"the body did not arrive within {timeout_s:g} s") from error
+    try:
+        body = await asyncio.to_thread(json.loads, raw) if len(raw) >= BIG_BODY else json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise chat.BadRequest(f"the body is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise chat.BadRequest("the body must be a JSON object")
+    return body
+
+
+def _error(refused: CallRefused) -> web.Response:
+    headers = {} if refused.retry_after_s is None else {"Retry-After": str(refused.retry_after_s)}
+    return web.json_response(chat.error(str(refused), refused.kind, refused.code), status=refused.status, headers=headers)
+
+
+def _not_found() -> web.Response:
+    """The only answer that made every measured client stop at once."""
+    error = chat.error("this session is closed or its key is unknown", "invalid_request_error", "model_not_found")
+    return web.json_response(error, status=404)
+
+
+@web.middleware
+async def json_errors(request: web.Request, handler: Any) -> web.StreamResponse:
+    """aiohttp's own errors (no such route, body too large) in the shape that agents read."""
+    try:
+        response: web.StreamResponse = await handler(request)
+        return response
+    except web.HTTPException as error:
+        body = chat.error(error.reason, "invalid_request_error", None)
+        return web.json_response(body, status=error.status)

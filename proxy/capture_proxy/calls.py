@@ -1,0 +1,229 @@
+"""One agent call, from its request to its stored turn.
+
+Invariant: a call ends in exactly one recorded way: a stored turn (then, and only then, an answer), or a reason. A call is refused before
+anything is sampled, or it is sampled under the session's policy with a fresh seed. Cancelling it (the client left, the session was sealed)
+cancels the engine's work and still records how it ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from capture_proxy import dialects
+from capture_proxy.engine import Engine, EngineError
+from capture_proxy.gate import Gate, HeldTooLong
+from capture_proxy.graph import Turn
+from capture_proxy.messages import AgentCall, Reply, ToolCall, extend_key, message_key
+from capture_proxy.metrics import Metrics
+from capture_proxy.pool import EnginePool
+from capture_proxy.reasons import Reason
+from capture_proxy.refusal import CONTEXT_FULL, CallRefused, refusal_of
+from capture_proxy.rendering import message_of
+from capture_proxy.sampling import Sampled, sample_by_chat, sample_by_tokens
+from capture_proxy.session import RunningCall, Session
+from capture_proxy.settings import Settings
+from capture_proxy.store import StoreError
+from capture_proxy.trace import hash_ids
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Context:
+    """What every call shares."""
+
+    settings: Settings
+    pool: EnginePool
+    gate: Gate
+    metrics: Metrics
+
+
+async def perform(ctx: Context, session: Session, call: AgentCall, body: dict[str, Any], running: RunningCall) -> Reply:
+    """The whole call. Raises `CallRefused`; every way out is recorded in the session."""
+    try:
+        return await _perform(ctx, session, call, body, running)
+    except asyncio.CancelledError:
+        _close(ctx, session, running, running.cancel_reason, None)
+        raise
+    except CallRefused as refused:
+        _close(ctx, session, running, refused.reason, str(refused))
+        raise
+    except (EngineError, StoreError) as error:
+        log.warning("session %s, call %d: %s", session.id, running.seq, error)
+        failure = refusal_of(error)
+        _close(ctx, session, running, failure.reason, str(error))
+        raise failure from error
+
+
+def _close(ctx: Context, session: Session, running: RunningCall, reason: Reason, detail: str | None) -> None:
+    running.admitted = False
+    ctx.metrics.calls[reason.value] += 1
+    try:
+        if running.node_id is not None:
+            session.amend(running.node_id, reason)
+        else:
+            session.end(running.seq, reason, detail)
+    except StoreError as error:
+        # The log then has no end for this call: after a restart it counts as abandoned.
+        log.error("session %s, call %d: %s", session.id, running.seq, error)
+
+
+async def _perform(ctx: Context, session: Session, call: AgentCall, body: dict[str, Any], running: RunningCall) -> Reply:
+    try:
+        await ctx.gate.wait()
+    except HeldTooLong as error:
+        raise CallRefused(503, None, f"the policy is being updated: {error}", Reason.ENGINE_FAILED, retry_after_s=30) from error
+    _check_session_limits(session, running)
+    if session.slots is None:
+        return await _answer(ctx, session, call, body, running)
+    try:
+        await asyncio.wait_for(session.slots.acquire(), ctx.settings.admission_wait_s)
+    except TimeoutError as error:
+        raise CallRefused(429, None, "max_concurrent_calls of this session are running", Reason.LIMIT, retry_after_s=5) from error
+    try:
+        return await _answer(ctx, session, call, body, running)
+    finally:
+        session.slots.release()
+
+
+def _check_session_limits(session: Session, running: RunningCall) -> None:
+    limits = session.spec.limits
+    if limits.deadline_s is not None and time.time() > session.created_at + limits.deadline_s:
+        raise CallRefused(400, CONTEXT_FULL, "this conversation is over: the session's deadline has passed", Reason.LIMIT)
+    others = sum(1 for call in session.running.values() if call.admitted and call.node_id is None)
+    if limits.max_calls is not None and len(session.graph.turns) + others >= limits.max_calls:
+        raise CallRefused(400, CONTEXT_FULL, f"this conversation is over: it may have {limits.max_calls} calls", Reason.LIMIT)
+    running.admitted = True
+
+
+async def _answer(ctx: Context, session: Session, call: AgentCall, body: dict[str, Any], running: RunningCall) -> Reply:
+    script = session.spec.script
+    if script is not None and session.demonstrated >= len(script):
+        return _script_ended(ctx, session, running)
+
+    async def work(engine: Engine) -> Sampled:
+        info = await engine.info()
+        if ctx.settings.capture == "chat" or (ctx.settings.capture == "auto" and not info.token_routes):
+            return await sample_by_chat(session, call, running, engine, info)
+        if not info.token_routes:
+            raise EngineError(f"engine {engine.url} lacks the token routes: start vLLM with --enable-scale-out, or use --capture chat")
+        return await sample_by_tokens(session, call, running, engine, info)
+
+    sampled = await ctx.pool.use(session.id, work)
+    reply, turn = _turn(ctx, session, call, running, sampled)
+    if turn is None:
+        session.end(running.seq, Reason.TOKEN_COUNT_MISMATCH, sampled.sample.problem)
+        return reply
+    base, keep, request = session.graph.place(turn.parent, turn.prompt, body)
+    turn.base, turn.keep, turn.request = base, keep, request
+    stored = session.record(turn)
+    running.node_id = turn.node_id
+    _count(ctx.metrics, sampled, turn)
+    await stored
+    return reply
+
+
+def _script_ended(ctx: Context, session: Session, running: RunningCall) -> Reply:
+    session.note("script_ended", "the agent called again after the script's last turn", running.seq)
+    session.end(running.seq, Reason.SCRIPT_ENDED)
+    ctx.metrics.calls[Reason.SCRIPT_ENDED.value] += 1
+    return Reply("The script has no further turns.", None, (), "stop", 0, 0)
+
+
+def _turn(ctx: Context, session: Session, call: AgentCall, running: RunningCall, done: Sampled) -> tuple[Reply, Turn | None]:
+    """The answer and its turn; no turn where the server does not report the prompt's ids."""
+    sample, parsed = done.sample, done.parsed
+    calls = tuple(ToolCall(f"call_{running.key}{i:02x}", name, arguments) for i, (name, arguments) in enumerate(parsed.calls))
+    finish = "tool_calls" if calls and sample.finish_reason == "stop" else sample.finish_reason
+    reply = Reply(parsed.content, parsed.reasoning, calls, finish, len(done.prompt), len(sample.ids), sample.cached_tokens)
+    if not len(done.prompt):
+        return reply, None
+    versions, ranged = _versions(ctx, done)
+    if sample.problem is not None:
+        session.note("token_count_mismatch", sample.problem, running.seq)
+    if done.built is not None and done.built.fork_cause is not None:
+        session.note("fork", done.built.fork_cause, running.seq)
+    leading = call.messages[0]
+    meta = {
+        "origin": "demonstration" if done.demonstration else "sampled",
+        "weight_versions": versions,
+        "weight_version_range": ranged,
+        "sampling": done.params,
+        "requested_sampling": call.requested_sampling,
+        "seed": done.seed,
+        "finish_reason": finish,
+        "stop_reason": sample.stop_reason,
+        "dialect": call.dialect,
+        "agent_id": call.agent_id,
+        "engine": done.engine.url,
+        "capture": done.mode,
+        "spliced": done.built is not None and done.built.spliced,
+        "fork_cause": done.built.fork_cause if done.built is not None else None,
+        "problem": sample.problem,
+        "started_at": running.started_at,
+        "ended_at": time.time(),
+        "prompt_hash": hash_ids(done.prompt),
+        "completion_hash": hash_ids(sample.ids if sample.problem is None else sample.ids[:0]),
+        "answer_key": message_key(message_of(parsed)).hex(),
+    }
+    turn = Turn(
+        node_id=running.key,
+        seq=running.seq,
+        parent=done.parent,
+        base=None,
+        keep=0,
+        prompt_len=len(done.prompt),
+        total=np.concatenate([done.prompt, sample.ids]),
+        logps=sample.logps,
+        reason=_reason(session, done, versions),
+        request={},
+        response=dialects.BY_NAME[call.dialect].reply(reply, call, running.response_id, running.created),
+        meta=meta,
+        chain=done.chain,
+        reply_key=extend_key(done.chain, reply.message()),
+        system_key=message_key(leading) if leading["role"] in ("system", "developer") else b"",
+        rendered_len=len(done.rendered),
+        rendered_hash=hash_ids(done.rendered),
+        continues=done.built.continues.node_id if done.built is not None and done.built.continues is not None else None,
+        tool_call_ids=tuple(item.id for item in calls),
+        has_tools=bool(call.tools),
+        retry_mark=call.retry_mark,
+    )
+    return reply, turn
+
+
+def _versions(ctx: Context, done: Sampled) -> tuple[list[list[Any]], list[str | None] | None]:
+    """Version spans over the sampled ids, and the range where the server only says what it had before and after."""
+    if done.sample.versions is not None:
+        return [list(span) for span in done.sample.versions], None
+    if done.version_range is None:
+        return [], None
+    before, after = done.version_range
+    known = before or ctx.gate.version or "default"
+    return [[known, 0, len(done.sample.ids)]], [before, after]
+
+
+def _reason(session: Session, done: Sampled, versions: list[list[Any]]) -> Reason | None:
+    if done.sample.problem is not None:
+        return Reason.TOKEN_COUNT_MISMATCH
+    if done.constrained:
+        return Reason.CONSTRAINED
+    if session.spec.sampling.temperature == 0 and not done.demonstration:
+        return Reason.GREEDY
+    changed = done.version_range is not None and done.version_range[0] != done.version_range[1]
+    return Reason.UNPROVEN if changed or not versions else None
+
+
+def _count(metrics: Metrics, done: Sampled, turn: Turn) -> None:
+    metrics.calls["answered"] += 1
+    metrics.totals["prompt_tokens"] += turn.prompt_len
+    metrics.totals["sampled_tokens"] += len(turn.completion)
+    metrics.totals["cached_prompt_tokens"] += done.sample.cached_tokens
+    metrics.totals["spliced_turns"] += bool(turn.meta["spliced"])
+    metrics.totals["forked_turns"] += turn.meta["fork_cause"] is not None

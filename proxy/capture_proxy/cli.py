@@ -1,0 +1,126 @@
+"""Command line of the proxy.
+
+Invariant: exactly one line on stdout, when the proxy is ready; everything else goes to stderr. SIGTERM and SIGINT end it within seconds,
+and a wrong flag ends it with one line that says what to change.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import resource
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from aiohttp import web
+
+from capture_proxy.admin import main_app
+from capture_proxy.app import Proxy
+from capture_proxy.auth import key_hash
+from capture_proxy.handoff import HandoffServer
+from capture_proxy.settings import Settings
+from capture_proxy.store import StoreError
+
+SHUTDOWN_S = 2.0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The proxy's flags."""
+    p = argparse.ArgumentParser(prog="capture-proxy", description="Records, token by token, what an agent asks of an engine.")
+    p.add_argument("--engine", action="append", required=True, metavar="URL", help="base URL of a vLLM server; may be repeated")
+    p.add_argument("--model", required=True, metavar="NAME", help="the model name that the engines serve")
+    p.add_argument("--store", required=True, type=Path, metavar="DIR", help="folder of the session logs")
+    p.add_argument("--admin-key-file", required=True, type=Path, metavar="FILE", help="file that holds the admin key")
+    p.add_argument("--host", default=Settings.host, help="address to listen on (default: %(default)s; loopback only)")
+    p.add_argument("--port", type=int, default=Settings.port, help="port to listen on, 0 for any (default: %(default)s)")
+    p.add_argument("--handoff-socket", type=Path, metavar="PATH", help="Unix socket on which control hands over listening sockets")
+    p.add_argument("--capture", choices=("auto", "tokens", "chat"), default=Settings.capture, help="how to sample (default: %(default)s)")
+    p.add_argument("--durability", choices=("process", "host"), default=Settings.durability, help="what a stored turn survives")
+    return p
+
+
+def settings_from(args: argparse.Namespace) -> Settings:
+    """Checked settings. Raises `ValueError` with one line for the user."""
+    try:
+        key = args.admin_key_file.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--admin-key-file: cannot read {args.admin_key_file} ({error}); create it with a random key") from error
+    if len(key) < 16:
+        raise ValueError(f"--admin-key-file: {args.admin_key_file} holds fewer than 16 characters; put a random key there")
+    for url in args.engine:
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"--engine: {url!r} is no http(s) URL")
+    if not _is_loopback(args.host):
+        raise ValueError(f"--host: {args.host!r} is not a loopback address; the proxy speaks plain HTTP and listens on loopback only")
+    return Settings(
+        engines=tuple(args.engine),
+        model=args.model,
+        store=args.store,
+        admin_key_hash=key_hash(key),
+        host=args.host,
+        port=args.port,
+        handoff_socket=args.handoff_socket,
+        capture=args.capture,
+        durability=args.durability,
+    )
+
+
+async def serve(settings: Settings) -> None:
+    """Runs until SIGTERM or SIGINT."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    proxy = Proxy(settings)
+    handoff: HandoffServer | None = None
+    runner = web.AppRunner(main_app(proxy), handler_cancellation=True, shutdown_timeout=SHUTDOWN_S, access_log=None)
+    try:
+        await runner.setup()
+        site = web.TCPSite(runner, settings.host, settings.port)
+        await site.start()
+        if settings.handoff_socket is not None:
+            handoff = HandoffServer(proxy, settings.handoff_socket)
+            handoff.start()
+        port = runner.addresses[0][1]
+        print(f"capture-proxy listening on http://{settings.host}:{port}", flush=True)
+        await stop.wait()
+    finally:
+        if handoff is not None:
+            await handoff.close()
+        await proxy.close()
+        await runner.cleanup()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 0 after a signal, 1 when it cannot run, 2 for wrong input."""
+    args = parser().parse_args(argv)
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    # One descriptor per open session and connection: use all that the system allows.
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, hard), hard))
+    try:
+        settings = settings_from(args)
+    except ValueError as error:
+        print(f"capture-proxy: {error}", file=sys.stderr)
+        return 2
+    try:
+        asyncio.run(serve(settings))
+    except (StoreError, OSError) as error:
+        print(f"capture-proxy: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,214 @@
+"""OpenAI Chat Completions, streaming and not: pure functions, wire <-> internal.
+
+Invariant: fields we do not know are ignored, content we cannot pass on is refused with the dialect's own error, and the streamed and the
+plain form of an answer carry the same text, calls, finish reason and usage.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from capture_proxy.messages import AgentCall, Message, Reply
+
+NAME = "chat"
+PIECE = 8192
+"""Longest text in one streamed delta, so that no client's line buffer overflows."""
+
+_SAMPLING_FIELDS = (
+    "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed", "max_tokens",
+    "max_completion_tokens", "stop", "logit_bias", "tool_choice", "response_format", "reasoning_effort", "parallel_tool_calls",
+)  # fmt: skip
+
+
+class BadRequest(Exception):
+    """The request cannot be served; the message says which field and why."""
+
+
+def parse(body: Any, headers: Mapping[str, str]) -> AgentCall:
+    """The wire request as an internal call. Raises `BadRequest`."""
+    if not isinstance(body, dict):
+        raise BadRequest("the body must be a JSON object")
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise BadRequest("messages: a non-empty list is required")
+    if body.get("n") not in (None, 1):
+        raise BadRequest(f"n: only 1 answer per call is served, got {body['n']!r}")
+    options = body.get("stream_options")
+    retries = headers.get("x-stainless-retry-count", "0")
+    return AgentCall(
+        dialect=NAME,
+        model=str(body.get("model") or "policy"),
+        messages=[_message(message, i) for i, message in enumerate(messages)],
+        tools=_tools(body.get("tools")),
+        stream=body.get("stream") is True,
+        include_usage=isinstance(options, dict) and options.get("include_usage") is True,
+        max_tokens=_max_tokens(body),
+        stop=_stop(body.get("stop")),
+        tool_choice=_tool_choice(body.get("tool_choice")),
+        response_format=_response_format(body.get("response_format")),
+        requested_sampling={key: body[key] for key in _SAMPLING_FIELDS if body.get(key) is not None},
+        retry_mark=retries.isdigit() and int(retries) > 0,
+        agent_id=headers.get("x-session-id"),
+    )
+
+
+def _message(message: Any, index: int) -> Message:
+    where = f"messages[{index}]"
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise BadRequest(f"{where}: an object with a role is required")
+    out: Message = {"role": message["role"], "content": _content(message.get("content"), where)}
+    if isinstance(message.get("name"), str):
+        out["name"] = message["name"]
+    reasoning = message.get("reasoning_content", message.get("reasoning"))
+    if isinstance(reasoning, str):
+        out["reasoning"] = reasoning
+    if message.get("tool_calls"):
+        out["tool_calls"] = [_tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(message["tool_calls"])]
+    if isinstance(message.get("tool_call_id"), str):
+        out["tool_call_id"] = message["tool_call_id"]
+    return out
+
+
+def _content(content: Any, where: str) -> Any:
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise BadRequest(f"{where}.content: must be a string, a list of parts or null")
+    parts = []
+    for i, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        field = "refusal" if kind == "refusal" else "text"
+        if kind not in ("text", "refusal") or not isinstance(part.get(field), str):
+            raise BadRequest(f"{where}.content[{i}]: a part of type {kind!r} is not supported by this text model")
+        parts.append({"type": "text", "text": part[field]})
+    return parts[0]["text"] if len(parts) == 1 else parts
+
+
+def _tool_call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise BadRequest(f"{where}: only function calls are supported")
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments if arguments is not None else {})
+    return {"id": str(call.get("id") or ""), "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+def _tools(tools: Any) -> list[dict[str, Any]]:
+    if tools is None:
+        return []
+    if not isinstance(tools, list):
+        raise BadRequest("tools: must be a list")
+    for i, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or tool.get("type") != "function" or not isinstance(function.get("name"), str):
+            kind = tool.get("type") if isinstance(tool, dict) else tool
+            raise BadRequest(f"tools[{i}]: only function tools are served here, got {kind!r}")
+    return tools
+
+
+def _tool_choice(choice: Any) -> Any:
+    named = isinstance(choice, dict) and isinstance(choice.get("function"), dict)
+    if choice is not None and not named and choice not in ("auto", "none", "required"):
+        raise BadRequest(f"tool_choice: {choice!r} is not one of auto, none, required or a named function")
+    return choice
+
+
+def _response_format(value: Any) -> Any:
+    if value is None or (isinstance(value, dict) and value.get("type") in ("text", "json_object", "json_schema")):
+        return value
+    raise BadRequest("response_format: its type must be text, json_object or json_schema")
+
+
+def _max_tokens(body: dict[str, Any]) -> int | None:
+    for field in ("max_completion_tokens", "max_tokens"):
+        value = body.get(field)
+        if value is None:
+            continue
+        if type(value) is not int or value < 1:
+            raise BadRequest(f"{field}: must be a whole number >= 1, got {value!r}")
+        return value
+    return None
+
+
+def _stop(value: Any) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    items = [value] if isinstance(value, str) else value
+    if not isinstance(items, list) or not all(isinstance(item, str) and item for item in items):
+        raise BadRequest("stop: must be a string or a list of non-empty strings")
+    return tuple(items)
+
+
+def _usage(reply: Reply) -> dict[str, Any]:
+    return {
+        "prompt_tokens": reply.prompt_tokens,
+        "completion_tokens": reply.completion_tokens,
+        "total_tokens": reply.prompt_tokens + reply.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": reply.cached_tokens},
+    }
+
+
+def reply(answer: Reply, call: AgentCall, response_id: str, created: int) -> dict[str, Any]:
+    """The complete answer as one JSON object."""
+    message = answer.message()
+    if "reasoning" in message:
+        message["reasoning_content"] = message.pop("reasoning")
+    return {
+        "id": response_id,
+        "object": "chat.completion",
+        "created": created,
+        "model": call.model,
+        "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": answer.finish_reason}],
+        "usage": _usage(answer),
+    }
+
+
+def _chunk(call: AgentCall, response_id: str, created: int, delta: dict[str, Any] | None, **extra: Any) -> bytes:
+    finish = extra.pop("finish_reason", None)
+    choices = [] if delta is None else [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}]
+    body = {"id": response_id, "object": "chat.completion.chunk", "created": created, "model": call.model, "choices": choices, **extra}
+    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace") + b"\n\n"
+
+
+def stream_head(call: AgentCall, response_id: str, created: int) -> bytes:
+    """The first event: the role, sent as soon as the engine works on the call."""
+    return _chunk(call, response_id, created, {"role": "assistant", "content": ""})
+
+
+def noop(call: AgentCall, response_id: str, created: int) -> bytes:
+    """A chunk with an empty delta: it counts as activity for every client measured, and changes nothing."""
+    return _chunk(call, response_id, created, {})
+
+
+def stream_body(answer: Reply, call: AgentCall, response_id: str, created: int) -> Iterator[bytes]:
+    """All events after the head, terminal marker included."""
+    for name, text in (("reasoning_content", answer.reasoning), ("content", answer.content)):
+        for piece in _pieces(text or ""):
+            yield _chunk(call, response_id, created, {name: piece})
+    for index, tool in enumerate(answer.tool_calls):
+        head = {"index": index, "id": tool.id, "type": "function", "function": {"name": tool.name, "arguments": ""}}
+        yield _chunk(call, response_id, created, {"tool_calls": [head]})
+        for piece in _pieces(tool.arguments):
+            yield _chunk(call, response_id, created, {"tool_calls": [{"index": index, "function": {"arguments": piece}}]})
+    yield _chunk(call, response_id, created, {}, finish_reason=answer.finish_reason)
+    if call.include_usage:
+        yield _chunk(call, response_id, created, None, usage=_usage(answer))
+    yield b"data: [DONE]\n\n"
+
+
+def _pieces(text: str) -> Iterator[str]:
+    for start in range(0, len(text), PIECE):
+        yield text[start : start + PIECE]
+
+
+def error(message: str, kind: str, code: str | None) -> dict[str, Any]:
+    """The dialect's error object."""
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+
+
+def stream_error(message: str) -> bytes:
+    """An error after the headers are out; the connection is aborted right after it."""
+    return b"data: " + json.dumps(error(message, "server_error", None)).encode() + b"\n\n"

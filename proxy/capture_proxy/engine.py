@@ -1,0 +1,276 @@
+"""Client of one engine's HTTP surface: render, generate, derender, and the chat route where the token routes are missing.
+
+Invariant: what comes back is either exactly what the engine reported, checked (one logprob per id, of that id, finite and <= 0, versions
+that cover the answer), or is marked as a problem; nothing is padded or invented. Waits and retries are bounded, redirects are never
+followed, and a cancelled call closes its upstream connection, which makes the engine stop sampling.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import aiohttp
+import numpy as np
+
+from capture_proxy.codec import Ids, Logps
+from capture_proxy.sample import BadSample, Sample, chat_sample, generate_sample, prompt_scores
+
+T = TypeVar("T")
+
+CONTROL_TIMEOUT_S = 60.0
+"""Deadline of one render, derender, tokenize or probe request."""
+CONNECT_TIMEOUT_S = 5.0
+MAX_BACKOFF_S = 3.0
+
+
+class EngineError(Exception):
+    """The engine answered something we cannot use, or refused."""
+
+
+class EngineUnavailable(EngineError):
+    """No answer within the allowed time and retries; another engine may do."""
+
+
+class EngineRefused(EngineError):
+    """The engine says that the request itself is wrong (4xx)."""
+
+    def __init__(self, message: str, status: int, context_full: bool) -> None:
+        super().__init__(message)
+        self.status = status
+        self.context_full = context_full
+        """The prompt alone does not fit the model's window."""
+
+
+@dataclass(frozen=True)
+class Retry:
+    """How long an unreachable or overloaded engine is asked again."""
+
+    total_s: float = 60.0
+    base_s: float = 0.2
+    server_errors: int = 3
+    """Tries for an answer 500/502/504; connection errors and 503 are tried until `total_s` is over."""
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """What the engine's server offers."""
+
+    max_model_len: int | None
+    token_routes: bool
+    """render, generate and derender exist (`--enable-scale-out`)."""
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A chat request as the engine tokenises it."""
+
+    ids: Ids
+    grammar: dict[str, Any] | None = None
+    """Structured-output constraints that the request implies; tokens sampled under them are not trainable."""
+    stop_token_ids: tuple[int, ...] = ()
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Fields that belong unchanged into the generate request."""
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """Sampled ids as the engine's own parsers read them."""
+
+    content: str | None
+    reasoning: str | None
+    calls: tuple[tuple[str, str], ...]
+    """(name, argument string) of each tool call."""
+
+
+class Engine:
+    """One engine. `http` is shared; `model` is the served model name."""
+
+    def __init__(self, url: str, model: str, http: aiohttp.ClientSession, retry: Retry, generate_timeout_s: float) -> None:
+        self.url = url.rstrip("/")
+        self.model = model
+        self.retries = 0
+        """Requests that were sent again."""
+        self.closing_token: int | None = None
+        """The id that ends an assistant turn in the model's template, once it is known (`rendering.closing_token`)."""
+        self._http = http
+        self._retry = retry
+        self._generate_timeout_s = generate_timeout_s
+        self._info: EngineInfo | None = None
+
+    async def info(self) -> EngineInfo:
+        """What the server offers; asked once, and again after `forget`."""
+        if self._info is None:
+            models = await self._call("GET", "/v1/models")
+            lengths = [card.get("max_model_len") for card in models.get("data", []) if card.get("id") == self.model]
+            if not lengths:
+                names = ", ".join(str(card.get("id")) for card in models.get("data", []))
+                raise EngineError(f"engine {self.url} does not serve a model named {self.model!r}; it serves: {names or 'nothing'}")
+            try:
+                await self.render({"messages": [{"role": "user", "content": "."}]})
+                token_routes = True
+            except EngineRefused as error:
+                if error.status not in (403, 404, 405):
+                    raise
+                token_routes = False
+            self._info = EngineInfo(lengths[0], token_routes)
+        return self._info
+
+    def forget(self) -> None:
+        """The server may have been restarted with other flags."""
+        self._info = None
+        self.closing_token = None
+
+    async def render(self, chat: dict[str, Any]) -> Rendered:
+        """Token ids of a chat request, as the engine's own template gives them."""
+        answer = await self._call("POST", "/v1/chat/completions/render", {"model": self.model, **chat})
+        params = answer.get("sampling_params") or {}
+        extra = {key: answer[key] for key in ("reasoning_ended", "reasoning_parser_kwargs") if answer.get(key) is not None}
+        ids = np.array(answer["token_ids"], dtype=np.int32)
+        return Rendered(ids, params.get("structured_outputs"), tuple(params.get("stop_token_ids") or ()), extra)
+
+    async def generate(self, prompt: Ids, params: dict[str, Any], extra: dict[str, Any]) -> Sample:
+        """Samples a completion of `prompt`. An answer that the engine aborted itself is asked for again, within the retry bounds."""
+        body = {"model": self.model, "token_ids": prompt.tolist(), "sampling_params": {**params, "logprobs": 0}, **extra}
+        for attempt in range(self._retry.server_errors):
+            answer = await self._call("POST", "/inference/v1/generate", body, self._generate_timeout_s)
+            sample = self._checked(generate_sample, answer, len(prompt))
+            if sample.finish_reason != "abort":
+                return sample
+            self.retries += 1
+            await asyncio.sleep(self._backoff(attempt))
+        raise EngineUnavailable(f"engine {self.url} aborted the same call {self._retry.server_errors} times")
+
+    async def derender(self, sampled: Ids, prompt: Ids, chat: dict[str, Any], finish_reason: str) -> Parsed:
+        """Text, reasoning and tool calls of sampled ids. `chat` carries tools, tool_choice and template arguments."""
+        choice = {"index": 0, "finish_reason": finish_reason, "token_ids": sampled.tolist()}
+        body = {
+            "model": self.model,
+            "generate_response": {"request_id": "derender", "choices": [choice]},
+            # The tail of the prompt is enough to decode the first sampled id as the engine would.
+            "prompt_token_ids": prompt[-64:].tolist(),
+            "chat_request": {"model": self.model, "messages": [{"role": "user", "content": "."}], **chat},
+        }
+        answer = await self._call("POST", "/v1/chat/completions/derender", body)
+        return self._checked(_parsed, answer["choices"][0]["message"])
+
+    async def score(self, ids: Ids, start: int) -> Logps:
+        """Logprobs of `ids[start:]` given what precedes each, at temperature 1 under the current weights. float32 [len(ids) - start]."""
+        params = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+        body = {"model": self.model, "token_ids": ids.tolist(), "sampling_params": params}
+        answer = await self._call("POST", "/inference/v1/generate", body, self._generate_timeout_s)
+        return self._checked(prompt_scores, answer, ids, start)
+
+    async def chat(self, chat: dict[str, Any], params: dict[str, Any]) -> tuple[Ids, Sample, Parsed]:
+        """Chat capture: the chat route with ids and logprobs. Prompt ids are empty when the server does not report them."""
+        wants = {"return_token_ids": True, "return_tokens_as_token_ids": True, "logprobs": True, "top_logprobs": 0}
+        body = {"model": self.model, **chat, **params, **wants}
+        answer = await self._call("POST", "/v1/chat/completions", body, self._generate_timeout_s)
+        prompt, sample = self._checked(chat_sample, answer)
+        return prompt, sample, self._checked(_parsed, answer["choices"][0]["message"])
+
+    async def count(self, chat: dict[str, Any]) -> int | None:
+        """Prompt length of a chat request by `/tokenize`, or None where the server has no such route."""
+        fields: dict[str, Any] = {key: chat[key] for key in ("messages", "tools", "chat_template_kwargs") if key in chat}
+        try:
+            answer = await self._call("POST", "/tokenize", {"model": self.model, **fields})
+        except EngineRefused as error:
+            if error.context_full:
+                raise
+            return None
+        return int(answer["count"])
+
+    async def version(self) -> str | None:
+        """The weight version that the server says it has, or None where it does not say."""
+        try:
+            answer = await self._call("GET", "/weight_info")
+        except EngineRefused:
+            return None
+        value = answer.get("weight_version")
+        return None if value is None else str(value)
+
+    async def alive(self) -> bool:
+        """One quick look at `/health`."""
+        try:
+            timeout = aiohttp.ClientTimeout(total=CONNECT_TIMEOUT_S)
+            async with self._http.get(self.url + "/health", timeout=timeout, allow_redirects=False) as response:
+                return response.status == 200
+        except (aiohttp.ClientError, TimeoutError):
+            return False
+
+    def _checked(self, read: Callable[..., T], *args: Any) -> T:
+        try:
+            return read(*args)
+        except BadSample as error:
+            raise EngineError(f"engine {self.url}: {error}") from error
+
+    def _backoff(self, attempt: int) -> float:
+        return min(self._retry.base_s * 2**attempt, MAX_BACKOFF_S)
+
+    async def _call(
+        self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float = CONTROL_TIMEOUT_S
+    ) -> dict[str, Any]:
+        """One request, repeated within the retry bounds while the engine is unreachable or overloaded."""
+        deadline = time.monotonic() + self._retry.total_s
+        attempt = errors = 0
+        while True:
+            try:
+                status, answer = await self._once(method, path, body, timeout_s)
+            except aiohttp.ConnectionTimeoutError as error:
+                status, answer = None, f"no connection within {CONNECT_TIMEOUT_S:g} s ({error})"
+            except TimeoutError as error:
+                raise EngineUnavailable(f"engine {self.url}{path}: no answer within {timeout_s:g} s") from error
+            except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
+                status, answer = None, f"{type(error).__name__}: {error}"
+            if status == 200:
+                return json_object(answer, self.url + path)
+            if status is not None and 300 <= status < 400:
+                raise EngineError(f"engine {self.url}{path} answered a redirect ({status}), which is never followed")
+            if status is not None and status < 500:
+                raise EngineRefused(
+                    f"engine {self.url}{path} answered {status}: {_error_text(answer)}", status, _context_full(status, answer)
+                )
+            errors += status not in (None, 503)
+            if errors >= self._retry.server_errors or time.monotonic() + self._backoff(attempt) > deadline:
+                raise EngineUnavailable(f"engine {self.url}{path} failed ({status or 'no connection'}): {_error_text(answer)}")
+            self.retries += 1
+            await asyncio.sleep(self._backoff(attempt))
+            attempt += 1
+
+    async def _once(self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float) -> tuple[int, str]:
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
+        async with self._http.request(method, self.url + path, json=body, timeout=timeout, allow_redirects=False) as response:
+            return response.status, await response.text()
+
+
+def json_object(text: str, where: str) -> dict[str, Any]:
+    """The JSON object in an engine's 200 answer."""
+    try:
+        answer = json.loads(text)
+    except ValueError as error:
+        raise EngineError(f"engine {where} answered 200 with something that is not JSON") from error
+    if not isinstance(answer, dict):
+        raise EngineError(f"engine {where} answered 200 with a JSON {type(answer).__name__}, not an object")
+    return answer
+
+
+def _error_text(answer: str) -> str:
+    try:
+        return str(json.loads(answer)["error"]["message"])[:500]
+    except (ValueError, KeyError, TypeError):
+        return answer[:200]
+
+
+def _context_full(status: int, answer: str) -> bool:
+    """vLLM's wording for a prompt that does not fit even without output; a too large max_tokens alone says it otherwise."""
+    text = _error_text(answer)
+    return status == 400 and ("maximum context length" in text or "exceeds model's maximum" in text) and "max_tokens" not in text
+
+
+def _parsed(message: dict[str, Any]) -> Parsed:
+    calls = tuple((str(call["function"]["name"]), str(call["function"]["arguments"])) for call in message.get("tool_calls") or ())
+    return Parsed(message.get("content"), message.get("reasoning") or message.get("reasoning_content"), calls)

@@ -1,0 +1,135 @@
+"""Takes listening sockets from control and serves one session's agent routes on each.
+
+Invariant: only a holder of the admin key can hand a socket over, the socket serves that one session and no admin route, and it is closed at
+the session's seal. The socket may live in another network namespace: the proxy needs no access to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from capture_proxy.app import Proxy, agent_app
+from capture_proxy.auth import same_key
+
+MAX_LINE = 65536
+TIMEOUT_S = 10.0
+
+log = logging.getLogger(__name__)
+
+
+class HandoffServer:
+    """The Unix stream socket on which listeners are handed over."""
+
+    def __init__(self, proxy: Proxy, path: Path) -> None:
+        self.proxy = proxy
+        self.path = path
+        self._socket: socket.socket | None = None
+        self._accepting: asyncio.Task[None] | None = None
+        self._serving: set[asyncio.Task[None]] = set()
+
+    def start(self) -> None:
+        """Binds the path, readable by this user only. A path left by a killed proxy is replaced."""
+        with contextlib.suppress(FileNotFoundError):
+            self.path.unlink()
+        server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        server.setblocking(False)
+        old = os.umask(0o177)
+        try:
+            server.bind(str(self.path))
+        finally:
+            os.umask(old)
+        server.listen(64)
+        self._socket = server
+        self._accepting = asyncio.create_task(self._accept(server))
+
+    async def close(self) -> None:
+        for task in [self._accepting, *self._serving]:
+            if task is not None:
+                task.cancel()
+                await asyncio.wait({task}, timeout=1.0)
+        if self._socket is not None:
+            self._socket.close()
+            self.path.unlink(missing_ok=True)
+
+    async def _accept(self, server: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            connection, _ = await loop.sock_accept(server)
+            task = asyncio.create_task(self._serve(connection))
+            self._serving.add(task)
+            task.add_done_callback(self._serving.discard)
+
+    async def _serve(self, connection: socket.socket) -> None:
+        with connection:
+            connection.setblocking(False)
+            fds: list[int] = []
+            try:
+                async with asyncio.timeout(TIMEOUT_S):
+                    line = await _receive(connection, fds)
+                    answer = await self._take(line, fds)
+                    await asyncio.get_running_loop().sock_sendall(connection, json.dumps(answer).encode() + b"\n")
+            except (OSError, TimeoutError) as error:
+                log.warning("listener hand-off failed: %s", error or type(error).__name__)
+            finally:
+                for fd in fds:
+                    os.close(fd)
+
+    async def _take(self, line: bytes, fds: list[int]) -> dict[str, Any]:
+        """Starts serving on the one socket in `fds` and takes it out of the list, or says why not."""
+        try:
+            order = json.loads(line)
+            key, session_id = str(order["admin_key"]), str(order["session_id"])
+        except (ValueError, KeyError, TypeError):
+            return _no("send one JSON line with admin_key and session_id")
+        if not same_key(key, self.proxy.settings.admin_key_hash):
+            return _no("the admin key is wrong")
+        session = self.proxy.sessions.get(session_id)
+        if session is None or session.state == "sealed":
+            return _no("no such open session")
+        if len(fds) != 1:
+            return _no(f"send exactly one listening socket, got {len(fds)}")
+        listener = socket.socket(fileno=fds.pop())
+        try:
+            if not listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                raise OSError("the socket is not listening")
+            listener.setblocking(False)
+            runner = web.AppRunner(agent_app(self.proxy, only=session_id), handler_cancellation=True, shutdown_timeout=1.0, access_log=None)
+            await runner.setup()
+            await web.SockSite(runner, listener).start()
+        except OSError as error:
+            listener.close()
+            return _no(f"cannot serve on the socket: {error}")
+        self.proxy.listeners.setdefault(session_id, []).append(runner)
+        return {"ok": True}
+
+
+async def _receive(connection: socket.socket, fds: list[int]) -> bytes:
+    """One line; descriptors that come with it are put into `fds`."""
+    loop = asyncio.get_running_loop()
+    line = b""
+    while not line.endswith(b"\n"):
+        ready = asyncio.Event()
+        loop.add_reader(connection, ready.set)
+        try:
+            await ready.wait()
+        finally:
+            loop.remove_reader(connection)
+        part, received, _, _ = socket.recv_fds(connection, MAX_LINE, 4)
+        fds += received
+        if not part or len(line) > MAX_LINE:
+            break
+        line += part
+    return line
+
+
+def _no(reason: str) -> dict[str, Any]:
+    return {"ok": False, "error": reason}

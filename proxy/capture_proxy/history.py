@@ -1,0 +1,48 @@
+"""Which recorded turn does a request continue?
+
+Invariant: a turn is continued only by a request whose messages are that turn's messages, then its answer, then more (compared by
+`messages.message_key`); among turns that fit equally, a tool-call id that we minted decides, then delivery, then the later start. The
+result never depends on the order in which concurrent calls finished.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from capture_proxy.graph import Turn
+from capture_proxy.messages import Message
+from capture_proxy.reasons import Reason
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """The recorded turn, and the index of its answer in the request's messages."""
+
+    turn: Turn
+    answer_at: int
+
+
+class History:
+    """Index of a session's answers by the conversation up to and including each."""
+
+    def __init__(self) -> None:
+        self._by_key: defaultdict[bytes, list[Turn]] = defaultdict(list)
+
+    def add(self, turn: Turn) -> None:
+        self._by_key[turn.reply_key].append(turn)
+
+    def find(self, messages: list[Message], keys: list[bytes]) -> Continuation | None:
+        """The deepest recorded turn that the request continues; `keys` is `chain_keys(messages, ...)`."""
+        for index in range(len(messages) - 1, -1, -1):
+            if messages[index].get("role") != "assistant":
+                continue
+            if turns := self._by_key.get(keys[index + 1]):
+                return Continuation(_choose(turns, messages[index]), index)
+        return None
+
+
+def _choose(turns: list[Turn], answer: Message) -> Turn:
+    ids = {call["id"] for call in answer.get("tool_calls") or ()}
+    minted = [turn for turn in turns if ids & set(turn.tool_call_ids)]
+    return max(minted or turns, key=lambda turn: (turn.reason is not Reason.ABANDONED, turn.seq))

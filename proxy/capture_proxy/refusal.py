@@ -1,0 +1,39 @@
+"""Why an agent gets an error instead of an answer, independent of its dialect.
+
+Invariant: no 4xx is labelled a server error (clients retry those), and whatever a client may usefully repeat says when.
+"""
+
+from __future__ import annotations
+
+from capture_proxy.engine import EngineError, EngineRefused, EngineUnavailable
+from capture_proxy.reasons import Reason
+from capture_proxy.store import StoreError
+
+CONTEXT_FULL = "context_length_exceeded"
+
+
+class CallRefused(Exception):
+    """The call gets an error instead of an answer."""
+
+    def __init__(self, status: int, code: str | None, message: str, reason: Reason, retry_after_s: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.reason = reason
+        self.retry_after_s = retry_after_s
+
+    @property
+    def kind(self) -> str:
+        """The error object's `type`. Clients retry a 4xx that says `server_error`, so none does."""
+        return "invalid_request_error" if self.status < 429 else "rate_limit_error" if self.status == 429 else "server_error"
+
+
+def refusal_of(error: EngineError | StoreError) -> CallRefused:
+    """What the agent is told when the engine or the store failed its call."""
+    if isinstance(error, EngineRefused) and error.context_full:
+        return CallRefused(400, CONTEXT_FULL, str(error), Reason.LIMIT)
+    if isinstance(error, EngineRefused):
+        return CallRefused(400, None, str(error), Reason.REFUSED)
+    if isinstance(error, EngineUnavailable | StoreError):
+        return CallRefused(503, None, str(error), Reason.ENGINE_FAILED, retry_after_s=5)
+    return CallRefused(502, None, str(error), Reason.ENGINE_FAILED)

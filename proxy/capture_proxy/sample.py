@@ -1,0 +1,161 @@
+"""The engine's answers as checked arrays.
+
+Invariant: a `Sample` without a `problem` holds one finite logprob <= 0 for each id, reported for that very id; anything else keeps the ids
+(when they are ids) as context, has no logprobs at all, and says what was wrong.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from capture_proxy.codec import Ids, Logps
+from capture_proxy.trace import MAX_ID
+
+LOGPROB_FLOOR = -9999.0
+"""What vLLM writes in place of NaN and minus infinity; never the logprob of a token that was sampled."""
+_TOKEN_PREFIX = "token_id:"
+
+
+class BadSample(Exception):
+    """The answer lacks the very fields that make it an answer."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sampled completion."""
+
+    ids: Ids
+    """int32 [C]; empty when the engine reported no usable ids."""
+    logps: Logps
+    """float32 [C], or empty when there is a problem."""
+    finish_reason: str
+    stop_reason: int | str | None
+    versions: tuple[tuple[str, int, int], ...] | None
+    """(weight version, start, end) spans that cover the ids, or None when the engine did not say or they do not."""
+    problem: str | None
+    cached_tokens: int = 0
+
+    @property
+    def ended_by_token(self) -> bool:
+        """The last id is an end-of-turn id that the model sampled."""
+        return self.finish_reason == "stop" and len(self.ids) > 0 and not isinstance(self.stop_reason, str)
+
+
+def generate_sample(answer: dict[str, Any], prompt_len: int) -> Sample:
+    """A `/inference/v1/generate` answer."""
+    choice = _choice(answer)
+    entries = (choice.get("logprobs") or {}).get("content")
+    named = [_get(entry, "token_id") for entry in entries] if isinstance(entries, list) else None
+    sample = _sample(choice, answer, entries, named)
+    counted = _get(answer.get("usage"), "prompt_tokens")
+    if counted is not None and counted != prompt_len and sample.problem is None:
+        return _with_problem(sample, f"the engine counted {counted} prompt tokens, {prompt_len} were sent")
+    return sample
+
+
+def chat_sample(answer: dict[str, Any]) -> tuple[Ids, Sample]:
+    """Prompt ids and sample of a chat answer with `return_token_ids` and `return_tokens_as_token_ids`."""
+    choice = _choice(answer)
+    entries = (choice.get("logprobs") or {}).get("content")
+    named = [_named_id(_get(entry, "token")) for entry in entries] if isinstance(entries, list) else None
+    prompt = _ids(answer.get("prompt_token_ids"))
+    sample = _sample(choice, answer, entries, named)
+    if prompt is None and sample.problem is None:
+        sample = _with_problem(sample, "the server does not report prompt token ids (it needs return_token_ids, vLLM 0.11 or newer)")
+    return np.empty(0, np.int32) if prompt is None else prompt, sample
+
+
+def prompt_scores(answer: dict[str, Any], ids: Ids, start: int) -> Logps:
+    """Logprobs of `ids[start:]` from an answer's `prompt_logprobs`. Raises `BadSample` when one is missing or not a logprob."""
+    entries = answer.get("prompt_logprobs")
+    if not isinstance(entries, list) or len(entries) != len(ids):
+        raise BadSample("prompt_logprobs are missing or do not cover the prompt")
+    values = [_get(_get(entries[i], str(ids[i])), "logprob") for i in range(start, len(ids))]
+    if problem := _logprob_problem(values):
+        raise BadSample(f"prompt_logprobs: {problem}")
+    return np.array(values, dtype=np.float32)
+
+
+def _choice(answer: dict[str, Any]) -> dict[str, Any]:
+    choices = answer.get("choices")
+    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
+        raise BadSample("its answer does not hold exactly one choice")
+    return choices[0]
+
+
+def _sample(choice: dict[str, Any], answer: dict[str, Any], entries: Any, named: list[Any] | None) -> Sample:
+    ids = _ids(choice.get("token_ids"))
+    problem: str | None = None
+    if ids is None:
+        problem = "the engine reported no usable token ids"
+    elif not isinstance(entries, list):
+        problem = "the engine reported no logprobs"
+    elif len(entries) != len(ids):
+        problem = f"{len(entries)} logprobs for {len(ids)} ids"
+    elif named != ids.tolist():
+        problem = "logprobs are reported for other ids than the sampled ones"
+    else:
+        problem = _logprob_problem([_get(entry, "logprob") for entry in entries])
+    if ids is None:
+        ids = np.empty(0, np.int32)
+    logps = np.array([entry["logprob"] for entry in entries] if problem is None else [], dtype=np.float32)
+    details = _get(answer.get("usage"), "prompt_tokens_details")
+    return Sample(
+        ids=ids,
+        logps=logps,
+        finish_reason=str(choice.get("finish_reason") or "stop"),
+        stop_reason=choice.get("stop_reason"),
+        versions=_versions(choice.get("weight_versions"), len(ids)),
+        problem=problem,
+        cached_tokens=_get(details, "cached_tokens") or 0,
+    )
+
+
+def _with_problem(sample: Sample, problem: str) -> Sample:
+    empty = np.empty(0, np.float32)
+    return Sample(sample.ids, empty, sample.finish_reason, sample.stop_reason, sample.versions, problem, sample.cached_tokens)
+
+
+def _get(value: Any, key: str) -> Any:
+    return value.get(key) if isinstance(value, dict) else None
+
+
+def _ids(value: Any) -> Ids | None:
+    if not isinstance(value, list) or set(map(type, value)) - {int}:
+        return None
+    if value and not 0 <= min(value) <= max(value) <= MAX_ID:
+        return None
+    return np.array(value, dtype=np.int32)
+
+
+def _named_id(token: Any) -> int | None:
+    if isinstance(token, str) and token.startswith(_TOKEN_PREFIX) and token[len(_TOKEN_PREFIX) :].isdigit():
+        return int(token[len(_TOKEN_PREFIX) :])
+    return None
+
+
+def _logprob_problem(values: list[Any]) -> str | None:
+    for i, value in enumerate(values):
+        if type(value) not in (float, int):
+            return f"logprob {i} is {value!r}, not a number"
+        if not math.isfinite(value) or value > 0 or value <= LOGPROB_FLOOR:
+            return f"logprob {i} is {value!r}, which no sampled token has"
+    return None
+
+
+def _versions(value: Any, length: int) -> tuple[tuple[str, int, int], ...] | None:
+    if not isinstance(value, list):
+        return None
+    spans: list[tuple[str, int, int]] = []
+    at = 0
+    for item in value:
+        version, start, end = _get(item, "version"), _get(item, "start"), _get(item, "end")
+        if version is None or start != at or type(end) is not int or end < at:
+            return None
+        at = end
+        spans.append((str(version), start, end))
+    return tuple(spans) if at == length else None

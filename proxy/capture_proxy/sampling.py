@@ -1,0 +1,164 @@
+"""Sampling of one call: by the token routes (render, generate, derender), by the chat route, or from the session's script.
+
+Invariant: the engine samples under the session's policy only, with a seed of the call's own, at most as many tokens as every limit leaves;
+what it was given and what it sampled are the very arrays that are recorded.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+from capture_proxy.codec import Ids
+from capture_proxy.engine import Engine, EngineError, EngineInfo, EngineRefused, Parsed
+from capture_proxy.messages import AgentCall, chain_keys, context_key
+from capture_proxy.reasons import Reason
+from capture_proxy.refusal import CONTEXT_FULL, CallRefused
+from capture_proxy.rendering import Prompt, build_prompt, chat_fields, visible
+from capture_proxy.sample import Sample
+from capture_proxy.scripted import demonstrate
+from capture_proxy.session import RunningCall, Session
+
+
+@dataclass
+class Sampled:
+    """What the engine did for one call."""
+
+    engine: Engine
+    mode: str
+    """`tokens` or `chat`."""
+    prompt: Ids
+    """int32 [P]: what the engine was given; empty where a chat server does not say."""
+    rendered: Ids
+    """The engine's plain render of the request."""
+    chain: bytes
+    """Key of the conversation that was asked (`messages.chain_keys`)."""
+    sample: Sample
+    parsed: Parsed
+    """The answer as the agent gets it."""
+    parent: str | None
+    """The turn whose tokens the prompt continues."""
+    params: dict[str, Any]
+    """The sampling parameters that were used."""
+    seed: int | None = None
+    built: Prompt | None = None
+    constrained: bool = False
+    """A grammar forced tokens."""
+    demonstration: bool = False
+    version_range: tuple[str | None, str | None] | None = None
+    """The server's weight version before and after, where it does not report one per token."""
+
+
+async def sample_by_tokens(session: Session, call: AgentCall, running: RunningCall, engine: Engine, info: EngineInfo) -> Sampled:
+    """render -> splice -> generate (or the script's next turn) -> derender. Raises `CallRefused`, `EngineError`."""
+    kwargs = session.spec.template.chat_template_kwargs
+    keys = chain_keys(call.messages, context_key(call.tools, kwargs))
+    built = await build_prompt(engine, call, session.history.find(call.messages, keys), kwargs)
+    parent = session.graph.parent_of(built.ids, built.continues)
+    max_tokens = output_room(session, call, len(built.ids), info.max_model_len)
+    running.sampling.set()
+    seed, grammar, versions = None, None, None
+    if session.spec.script is not None:
+        params: dict[str, Any] = {"temperature": 1.0}
+        before = await engine.version()
+        sample = await demonstrate(engine, call, session.spec.script[session.demonstrated], built.rendered.ids, built.ids, kwargs)
+        versions = (before, await engine.version())
+    else:
+        seed, grammar = secrets.randbits(63), built.rendered.grammar
+        params = _params(session, call, max_tokens, seed)
+        if built.rendered.stop_token_ids:
+            params["stop_token_ids"] = list(built.rendered.stop_token_ids)
+        constraint = {"structured_outputs": grammar} if grammar else {}
+        sample = await engine.generate(built.ids, {**params, **constraint}, built.rendered.extra if grammar else {})
+    return Sampled(
+        engine=engine,
+        mode="tokens",
+        prompt=built.ids,
+        rendered=built.rendered.ids,
+        chain=keys[-1],
+        sample=sample,
+        parsed=await _parse(engine, sample, built.ids, call, kwargs),
+        parent=parent,
+        params=params,
+        seed=seed,
+        built=built,
+        constrained=bool(grammar),
+        demonstration=session.spec.script is not None,
+        version_range=versions,
+    )
+
+
+async def sample_by_chat(session: Session, call: AgentCall, running: RunningCall, engine: Engine, info: EngineInfo) -> Sampled:
+    """The chat route with ids and logprobs. The server renders, so nothing can be spliced. Raises `CallRefused`, `EngineError`."""
+    if session.spec.script is not None:
+        raise EngineError(f"a script needs the token routes of engine {engine.url}: start vLLM with --enable-scale-out")
+    kwargs = session.spec.template.chat_template_kwargs
+    fields = {"messages": call.messages, **chat_fields(call, kwargs)}
+    count = await engine.count(fields)
+    max_tokens = output_room(session, call, count or 0, info.max_model_len if count is not None else None)
+    running.sampling.set()
+    seed = secrets.randbits(63)
+    params = _params(session, call, max_tokens, seed)
+    before = await engine.version()
+    prompt, sample, parsed = await engine.chat(fields, params)
+    json_output = (call.response_format or {}).get("type", "text") != "text"
+    return Sampled(
+        engine=engine,
+        mode="chat",
+        prompt=prompt,
+        rendered=prompt,
+        chain=chain_keys(call.messages, context_key(call.tools, kwargs))[-1],
+        sample=sample,
+        parsed=parsed,
+        parent=session.graph.parent_of(prompt, None),
+        params=params,
+        seed=seed,
+        constrained=json_output or call.tool_choice not in (None, "auto", "none"),
+        version_range=(before, await engine.version()),
+    )
+
+
+def _params(session: Session, call: AgentCall, max_tokens: int | None, seed: int) -> dict[str, Any]:
+    """The sampling policy: the session's temperature and nothing else that bends the distribution."""
+    params: dict[str, Any] = {"temperature": session.spec.sampling.temperature, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    params |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "n": 1, "seed": seed}
+    if max_tokens is not None:
+        params["max_tokens"] = max_tokens
+    if call.stop:
+        params["stop"] = list(call.stop)
+    return params
+
+
+def output_room(session: Session, call: AgentCall, prompt_len: int, window: int | None) -> int | None:
+    """How many tokens may be sampled. Raises `CallRefused` when a limit leaves none."""
+    limits = session.spec.limits
+    bounds = [(window, "the model's window"), (limits.max_context_tokens, "max_context_tokens")]
+    if limits.max_conversation_tokens is not None:
+        first = prompt_len if session.first_prompt_len is None else session.first_prompt_len
+        bounds.append((first + limits.max_conversation_tokens, "max_conversation_tokens"))
+    room: list[int] = [n for n in (call.max_tokens, limits.max_output_tokens_per_call) if n is not None]
+    for bound, name in bounds:
+        if bound is None:
+            continue
+        if prompt_len >= bound:
+            text = (
+                f"This model's maximum context length is {bound} tokens ({name}). However, your messages resulted in {prompt_len} tokens."
+            )
+            raise CallRefused(400, CONTEXT_FULL, text, Reason.LIMIT)
+        room.append(bound - prompt_len)
+    return min(room) if room else None
+
+
+async def _parse(engine: Engine, sample: Sample, prompt: Ids, call: AgentCall, kwargs: dict[str, Any]) -> Parsed:
+    """The answer as the agent gets it, by the engine's own parsers; the end-of-turn id is not text."""
+    if not len(sample.ids):
+        raise EngineError(f"engine {engine.url}: {sample.problem or 'it sampled nothing'}")
+    text = sample.ids[:-1] if sample.ended_by_token else sample.ids
+    if not len(text):
+        return Parsed("", None, ())
+    try:
+        parsed = await engine.derender(text, prompt, chat_fields(call, kwargs), sample.finish_reason)
+    except EngineRefused as error:
+        raise EngineError(f"the sampled answer could not be read: {error}") from error
+    return visible(parsed, sample.stop_reason)

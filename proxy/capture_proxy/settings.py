@@ -1,0 +1,45 @@
+"""The proxy's own settings, in one place with their defaults."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from capture_proxy.engine import Retry
+from capture_proxy.store import Durability
+
+Capture = Literal["auto", "tokens", "chat"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that one proxy process needs to know."""
+
+    engines: tuple[str, ...]
+    """Base URLs."""
+    model: str
+    """The served model name; agents may use any name."""
+    store: Path
+    admin_key_hash: str
+    """sha256 (hex) of the admin key."""
+    host: str = "127.0.0.1"
+    port: int = 8300
+    handoff_socket: Path | None = None
+    """Unix socket on which control hands over listening sockets."""
+    capture: Capture = "auto"
+    """`tokens`: render, generate, derender; `chat`: the chat route; `auto`: tokens where the server has the routes."""
+    durability: Durability = "process"
+    keepalive_s: float = 15.0
+    """Longest silence on a stream that waits for the engine; clients were seen to give up after 60 s."""
+    seal_grace_s: float = 5.0
+    """What calls in flight get at a seal, unless the seal says otherwise."""
+    admission_wait_s: float = 60.0
+    """How long a call waits for one of its session's slots."""
+    body_limit: int = 256 * 1024 * 1024
+    """Largest request body, after decompression."""
+    body_timeout_s: float = 120.0
+    """How long a client may take to send its request."""
+    generate_timeout_s: float = 600.0
+    """Longest sampling of one call; a plain (not streaming) client waits no longer."""
+    retry: Retry = field(default_factory=Retry)

@@ -1,0 +1,65 @@
+"""What `POST /sessions` accepts.
+
+Invariant: a field we do not honour is refused by name, so that a session never runs under a policy that its creator did not get.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from capture_proxy.scripted import ScriptedTurn
+
+Count = Annotated[int, Field(ge=1, strict=True)]
+
+
+class Sampling(BaseModel):
+    """The session's sampling policy; it overrides what the agent asks. Only the temperature is free: top_p is 1 and top_k is off."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    temperature: Annotated[float, Field(ge=0, le=10, allow_inf_nan=False)] = 1.0
+    """0 samples greedily; such turns are recorded and never trained."""
+
+
+class Limits(BaseModel):
+    """Bounds of one session; None means no bound of ours."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    max_calls: Count | None = None
+    """Answered calls of the session."""
+    max_output_tokens_per_call: Count | None = None
+    max_conversation_tokens: Count | None = None
+    """Prompt + sampled tokens of a call, less the session's first prompt."""
+    max_context_tokens: Count | None = None
+    """Prompt + sampled tokens of a call; the model's window bounds it anyway."""
+    deadline_s: Annotated[float, Field(gt=0)] | None = None
+    """Seconds after creation from which on every call is refused."""
+    max_concurrent_calls: Count | None = None
+    """Further calls wait for their turn."""
+
+
+class Template(BaseModel):
+    """How the engine renders this session's conversations."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+
+class SessionSpec(BaseModel):
+    """Body of `POST /sessions`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    metadata: dict[str, Any] = Field(default_factory=dict)
+    """The creator's own; returned with the status, never interpreted."""
+    sampling: Sampling = Field(default_factory=Sampling)
+    limits: Limits = Field(default_factory=Limits)
+    template: Template = Field(default_factory=Template)
+    history: Literal["template"] = "template"
+    """The model sees what template and client show; text that is unchanged keeps its sampled ids."""
+    script: list[ScriptedTurn] | None = None
+    """Assistant turns to give instead of sampling."""

@@ -1,0 +1,394 @@
+"""Limits, seal, hold, keys and refusals: what the agent is told, and that every call is counted."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import time
+from typing import Any
+
+import pytest
+from capture_proxy.client import ProxyError
+from fake_engine import FakeEngine
+from proxy_helpers import ADMIN_KEY, BASH, USER, Agent, Serve, Served, until
+
+ASK: dict[str, Any] = {"model": "m", "messages": USER, "tools": [BASH]}
+
+
+def is_full_context(status: int, answer: dict[str, Any]) -> bool:
+    error = answer["error"]
+    return status == 400 and error["code"] == "context_length_exceeded" and error["type"] == "invalid_request_error"
+
+
+async def test_client_max_tokens_is_clamped_to_the_window(served: Served, engine: FakeEngine) -> None:
+    engine.max_model_len = 200
+    agent, _ = await served.agent()
+    status, answer = await agent.post({**ASK, "max_tokens": 128_000})
+    assert status == 200
+    sent = engine.bodies("/generate")[0]
+    assert sent["sampling_params"]["max_tokens"] == 200 - len(sent["token_ids"])
+    usage = answer["usage"]
+    assert usage["prompt_tokens"] == len(sent["token_ids"])
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+
+
+async def test_smallest_limit_wins(served: Served, engine: FakeEngine) -> None:
+    agent, _ = await served.agent(limits={"max_output_tokens_per_call": 50, "max_context_tokens": 1000})
+    await agent.post({**ASK, "max_completion_tokens": 7})
+    await agent.post({**ASK, "max_tokens": 70})
+    assert [body["sampling_params"]["max_tokens"] for body in engine.bodies("/generate")] == [7, 50]
+
+
+@pytest.mark.parametrize("limits", [{"max_context_tokens": 150}, {"max_conversation_tokens": 40}])
+async def test_token_limits_clamp_first_and_then_refuse_before_sampling(served: Served, engine: FakeEngine, limits: dict[str, int]) -> None:
+    agent, created = await served.agent(limits=limits)
+    for _ in range(10):
+        engine.say("some words of an answer")
+        body = {**ASK, "messages": agent.messages}
+        status, answer = await agent.post(body)
+        if status != 200:
+            break
+        agent.messages = [*agent.messages, answer["choices"][0]["message"], {"role": "user", "content": "and then"}]
+    assert is_full_context(status, answer)
+    trace = await served.admin.trace(created.session_id)
+    assert len(engine.bodies("/generate")) == len(trace.turns) >= 1
+    first = len(trace.turns[0].prompt_token_ids)
+    bound = limits.get("max_context_tokens") or first + limits["max_conversation_tokens"]
+    assert all(len(turn.loss_mask) <= bound for turn in trace.turns)
+    status_now = await served.admin.status(created.session_id)
+    assert status_now["calls_by_reason"] == {"trained": len(trace.turns), "limit": 1}
+
+
+async def test_max_calls(served: Served, engine: FakeEngine) -> None:
+    agent, created = await served.agent(limits={"max_calls": 3})
+    engine.delay_s = 0.05
+    answers = await asyncio.gather(*(agent.post(ASK) for _ in range(6)))
+    assert sorted(status for status, _ in answers) == [200, 200, 200, 400, 400, 400]
+    assert all(is_full_context(status, answer) for status, answer in answers if status != 200)
+    assert (await served.admin.status(created.session_id))["calls_by_reason"] == {"trained": 3, "limit": 3}
+
+
+async def test_deadline(served: Served, engine: FakeEngine) -> None:
+    agent, _ = await served.agent(limits={"deadline_s": 0.2})
+    assert (await agent.post(ASK))[0] == 200
+    await asyncio.sleep(0.25)
+    assert is_full_context(*await agent.post(ASK))
+
+
+async def test_max_concurrent_calls_wait_for_their_turn(served: Served, engine: FakeEngine) -> None:
+    agent, _ = await served.agent(limits={"max_concurrent_calls": 2})
+    engine.delay_s = 0.1
+    most = 0
+
+    async def watch() -> None:
+        nonlocal most
+        while True:
+            most = max(most, engine.active)
+            await asyncio.sleep(0.005)
+
+    watcher = asyncio.create_task(watch())
+    answers = await asyncio.gather(*(agent.post(ASK) for _ in range(6)))
+    watcher.cancel()
+    assert [status for status, _ in answers] == [200] * 6
+    assert most == 2
+
+
+async def test_admission_that_takes_too_long_is_429_with_retry_after(engine: FakeEngine, serve: Serve) -> None:
+    served = await serve(engine.url, admission_wait_s=0.1)
+    agent, _ = await served.agent(limits={"max_concurrent_calls": 1})
+    engine.say("slow", delay_s=1.0)
+    first = asyncio.create_task(agent.post(ASK))
+    await until(lambda: engine.active == 1)
+    async with served.http.post(agent.base + "/chat/completions", json=ASK, headers={"Authorization": f"Bearer {agent.key}"}) as response:
+        assert response.status == 429
+        assert 0 < int(response.headers["Retry-After"]) <= 60
+    assert (await first)[0] == 200
+
+
+# -- seal and late calls ----------------------------------------------------
+
+
+def is_gone(status: int, answer: dict[str, Any]) -> bool:
+    return status == 404 and answer["error"]["type"] == "invalid_request_error" and answer["error"]["code"] == "model_not_found"
+
+
+async def test_sealed_and_unknown_sessions_get_the_same_404_and_late_calls_count(served: Served, engine: FakeEngine) -> None:
+    agent, created = await served.agent()
+    await agent.ask()
+    sealed = await served.admin.seal(created.session_id)
+    assert sealed["state"] == "sealed"
+    assert is_gone(*await agent.post(ASK))
+    assert is_gone(*await agent.post({**ASK, "stream": True}))
+    stranger = Agent(agent.base, "hrl-" + "0" * 64, agent.http)
+    assert is_gone(*await stranger.post(ASK))
+    status = await served.admin.status(created.session_id)
+    assert status["late_calls"] == 2
+    assert status["calls_seen"] == 3
+    assert status["calls_by_reason"] == {"trained": 1, "late": 2}
+    assert len(engine.bodies("/generate")) == 1
+
+
+async def test_seal_lets_quick_calls_finish_and_cancels_slow_ones_as_late(served: Served, engine: FakeEngine) -> None:
+    agent, created = await served.agent()
+    engine.say("quick", delay_s=0.1)
+    engine.say("slow", delay_s=30)
+    quick = asyncio.create_task(agent.post(ASK))
+    await until(lambda: engine.active == 1)
+    slow = asyncio.create_task(agent.post(ASK))
+    await until(lambda: engine.active == 2)
+    start = time.monotonic()
+    status = await served.admin.seal(created.session_id, grace_s=0.5)
+    assert time.monotonic() - start < 2
+    assert status["calls_by_reason"] == {"trained": 1, "late": 1}
+    assert status["in_flight"] == 0
+    assert (await quick)[0] == 200
+    assert is_gone(*await slow)
+    await until(lambda: engine.active == 0, seconds=2.0)
+    assert engine.cancelled == 1
+    again = await served.admin.seal(created.session_id)
+    assert again["calls_by_reason"] == status["calls_by_reason"]
+
+
+async def test_counts_add_up_to_the_calls_seen(served: Served, engine: FakeEngine) -> None:
+    agent, created = await served.agent(limits={"max_calls": 2})
+    await agent.post(ASK)
+    await agent.post({"messages": "nonsense"})
+    await agent.post({**ASK, "n": 2})
+    engine.fault = "short"
+    await agent.post(ASK)
+    await agent.post(ASK)
+    await served.admin.seal(created.session_id)
+    await agent.post(ASK)
+    status = await served.admin.status(created.session_id)
+    assert status["calls_by_reason"] == {"trained": 1, "refused": 2, "token_count_mismatch": 1, "limit": 1, "late": 1}
+    assert status["calls_seen"] == sum(status["calls_by_reason"].values()) == 6
+
+
+async def test_delete_forgets_and_purge_removes_the_log(served: Served, engine: FakeEngine) -> None:
+    for purge in (False, True):
+        agent, created = await served.agent()
+        await agent.ask()
+        path = served.proxy.store.path(created.session_id)
+        await served.admin.delete(created.session_id, purge=purge)
+        assert is_gone(*await agent.post(ASK))
+        with pytest.raises(ProxyError) as caught:
+            await served.admin.status(created.session_id)
+        assert caught.value.status == 404
+        assert path.exists() is not purge
+
+
+# -- hold and release --------------------------------------------------------
+
+
+async def test_held_calls_wait_before_render_and_go_on_at_the_release(served: Served, engine: FakeEngine) -> None:
+    agent, _ = await served.agent()
+    await served.admin.hold("weights", timeout_s=30)
+    calls = [asyncio.create_task(agent.post({**ASK, "stream": False})) for _ in range(3)]
+    await until(lambda: served.proxy.ctx.gate.waiting == 3)
+    assert engine.bodies("/render") == []
+    health = await served.admin.health()
+    assert health["held"] and health["calls_held"] == 3
+    await served.admin.release("k3f9-12")
+    assert [status for status, _ in await asyncio.gather(*calls)] == [200] * 3
+    assert (await served.admin.health())["version"] == "k3f9-12"
+
+
+async def test_c14_held_too_long_is_503_with_a_long_retry_after(served: Served, engine: FakeEngine) -> None:
+    agent, created = await served.agent()
+    await served.admin.hold("weights", timeout_s=0.1)
+    async with served.http.post(agent.base + "/chat/completions", json=ASK, headers={"Authorization": f"Bearer {agent.key}"}) as response:
+        assert response.status == 503
+        assert 5 <= int(response.headers["Retry-After"]) <= 60
+    await served.admin.release()
+    assert (await agent.post(ASK))[0] == 200
+    assert (await served.admin.status(created.session_id))["calls_seen"] == 2
+
+
+# -- keys and refusals --------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["bearer", "x-api-key", "x-goog-api-key", "path"])
+async def test_key_is_found_wherever_clients_put_it(served: Served, engine: FakeEngine, place: str) -> None:
+    created = await served.session()
+    headers = {"bearer": {"Authorization": f"Bearer {created.api_key}"}, "path": {"Authorization": "Bearer unused"}}.get(
+        place, {place: created.api_key}
+    )
+    prefix = f"/s/{created.api_key}" if place == "path" else ""
+    async with served.http.post(served.url + prefix + "/v1/chat/completions", json=ASK, headers=headers) as response:
+        assert response.status == 200
+    async with served.http.get(served.url + prefix + "/v1/models", headers=headers) as response:
+        assert (await response.json())["data"][0]["id"] == "policy"
+
+
+async def test_keys_are_random_and_only_their_hash_is_stored(served: Served, engine: FakeEngine) -> None:
+    agents = [await served.agent() for _ in range(3)]
+    keys = {created.api_key for _, created in agents}
+    assert len(keys) == 3
+    assert all(len(key) == 4 + 64 and key.startswith("hrl-") for key in keys)
+    for agent, created in agents:
+        await agent.ask()
+        raw = served.proxy.store.path(created.session_id).read_bytes()
+        assert created.api_key.encode() not in raw and ADMIN_KEY.encode() not in raw
+        trace = (await served.admin.trace(created.session_id)).to_json()
+        assert created.api_key not in trace
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("POST", "/sessions"), ("GET", "/sessions/x"), ("POST", "/sessions/x/seal"), ("GET", "/sessions/x/trace"), ("DELETE", "/sessions/x"),
+     ("POST", "/hold"), ("POST", "/release"), ("GET", "/metrics")],
+)  # fmt: skip
+async def test_admin_routes_need_the_admin_key(served: Served, engine: FakeEngine, method: str, path: str) -> None:
+    created = await served.session()
+    for key in ("wrong", created.api_key, ""):
+        async with served.http.request(method, served.url + path, json={}, headers={"Authorization": f"Bearer {key}"}) as response:
+            assert response.status == 401
+    async with served.http.post(
+        served.url + "/v1/chat/completions", json=ASK, headers={"Authorization": f"Bearer {ADMIN_KEY}"}
+    ) as response:
+        assert response.status == 404
+
+
+@pytest.mark.parametrize(
+    ("field", "spec"),
+    [
+        ("sampling.top_p", {"sampling": {"top_p": 0.9}}),
+        ("sampling.temperature", {"sampling": {"temperature": -1}}),
+        ("limits.max_calls", {"limits": {"max_calls": 0}}),
+        ("limits.max_turns", {"limits": {"max_turns": 3}}),
+        ("history", {"history": "keep_reasoning"}),
+        ("script.0.tool_calls.0.name", {"script": [{"tool_calls": [{"arguments": {}}]}]}),
+    ],
+)
+async def test_session_fields_that_are_not_honoured_are_refused_by_name(served: Served, field: str, spec: dict[str, Any]) -> None:
+    with pytest.raises(ProxyError, match=field) as caught:
+        await served.session(**spec)
+    assert caught.value.status == 400
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("body", "word"),
+    [
+        ([], "object"),
+        ({"messages": []}, "messages"),
+        ({**ASK, "n": 4}, "n:"),
+        (
+            {**ASK, "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://127.0.0.1/"}}]}]},
+            "image_url",
+        ),
+        ({**ASK, "tools": [{"type": "web_search"}]}, "web_search"),
+        ({**ASK, "max_tokens": 0}, "max_tokens"),
+        ({**ASK, "max_tokens": "many"}, "max_tokens"),
+        ({**ASK, "tool_choice": "sometimes"}, "tool_choice"),
+        ({**ASK, "stop": [1]}, "stop"),
+        ({**ASK, "response_format": {"type": "xml"}}, "response_format"),
+    ],
+)
+async def test_bad_requests_are_400_that_name_the_field(served: Served, engine: FakeEngine, body: Any, word: str) -> None:
+    agent, _ = await served.agent()
+    status, answer = await agent.post(body)
+    assert status == 400
+    assert word in answer["error"]["message"]
+    assert answer["error"]["type"] == "invalid_request_error"
+    assert engine.requests == []
+
+
+async def test_body_that_is_not_json_is_400(served: Served) -> None:
+    created = await served.session()
+    headers = {"Authorization": f"Bearer {created.api_key}"}
+    for raw in (b"{", b"\xff\xfe", b"[" * 100_000):
+        async with served.http.post(served.url + "/v1/chat/completions", data=raw, headers=headers) as response:
+            assert response.status == 400
+            assert (await response.json())["error"]["type"] == "invalid_request_error"
+
+
+async def test_c12_big_bodies_pass_and_bigger_ones_are_413(engine: FakeEngine, serve: Serve) -> None:
+    served = await serve(engine.url, body_limit=4 << 20)
+    agent, _ = await served.agent()
+    text = "x" * (3 << 20)
+    engine.max_model_len = 1 << 30
+    status, _ = await agent.post({**ASK, "messages": [{"role": "user", "content": text}]})
+    assert status == 200
+    status, answer = await agent.post({**ASK, "messages": [{"role": "user", "content": text * 2}]})
+    assert status == 413
+    assert answer["error"]["type"] == "invalid_request_error"
+
+
+async def test_i14_a_compressed_bomb_is_refused_at_its_expanded_size(engine: FakeEngine, serve: Serve) -> None:
+    served = await serve(engine.url, body_limit=1 << 20)
+    created = await served.session()
+    headers = {"Authorization": f"Bearer {created.api_key}", "Content-Encoding": "gzip", "Content-Type": "application/json"}
+    good = gzip.compress(json.dumps(ASK).encode())
+    async with served.http.post(served.url + "/v1/chat/completions", data=good, headers=headers) as response:
+        assert response.status == 200
+    bomb = gzip.compress(b" " * (200 << 20), compresslevel=1)
+    async with served.http.post(served.url + "/v1/chat/completions", data=bomb, headers=headers) as response:
+        assert response.status == 413
+
+
+async def test_unknown_routes_are_404_json_and_no_engine_route_is_reachable(served: Served, engine: FakeEngine) -> None:
+    created = await served.session()
+    headers = {"Authorization": f"Bearer {created.api_key}"}
+    for path in ("/pause", "/weight_info", "/inference/v1/generate", "/v1/chat/completions/render", "/tokenize", "/v1/responses", "/"):
+        async with served.http.post(served.url + path, json={}, headers=headers) as response:
+            assert response.status in (404, 405)
+            assert "error" in await response.json()
+    assert engine.requests == []
+
+
+async def test_message_shapes_that_clients_send(served: Served, engine: FakeEngine) -> None:
+    agent, _ = await served.agent()
+    messages = [
+        {"role": "developer", "content": [{"type": "text", "text": "be brief"}]},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {
+            "role": "assistant",
+            "tool_calls": [{"id": "x", "type": "function", "function": {"name": "bash", "arguments": {"command": "ls"}}}],
+        },
+        {"role": "tool", "tool_call_id": "x", "content": [{"type": "text", "text": "out"}], "extra": 1},
+        {"role": "system", "content": "nudge"},
+    ]
+    tools = [{"type": "function", "function": {"name": "bare"}}]
+    status, _ = await agent.post({"model": "claude", "messages": messages, "tools": tools, "context_management": {}, "store": False})
+    assert status == 200
+    sent = engine.bodies("/render")[-1]["messages"]
+    assert [message["role"] for message in sent] == ["developer", "user", "assistant", "tool", "system"]
+    assert sent[0]["content"] == "be brief"
+    assert sent[2]["content"] is None
+    assert sent[2]["tool_calls"][0]["function"]["arguments"] == '{"command": "ls"}'
+
+
+async def test_metrics_are_prometheus_text(served: Served, engine: FakeEngine) -> None:
+    agent, _ = await served.agent()
+    engine.say("odd text", style="chars")
+    await agent.ask()
+    await agent.ask({"role": "user", "content": "go"})
+    async with served.http.get(served.url + "/metrics", headers={"Authorization": f"Bearer {ADMIN_KEY}"}) as response:
+        text = await response.text()
+    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    assert values['capture_proxy_calls_total{outcome="answered"}'] == "2"
+    assert values["capture_proxy_spliced_turns_total"] == "1"
+    assert values["capture_proxy_sessions_open"] == "1"
+    assert values[f'capture_proxy_engine_up{{engine="{engine.url}"}}'] == "1"
+
+
+async def test_a_slow_client_does_not_change_the_trace_after_the_seal(served: Served, engine: FakeEngine) -> None:
+    agent, created = await served.agent()
+    session = served.proxy.sessions[created.session_id]
+    await agent.ask()
+    # A client that stops reading: the answer is stored, but does not fit the socket's buffers.
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(served.url.rsplit(":", 1)[1]), limit=1024)
+    engine.say("x" * 20_000_000)  # one toy token
+    raw = json.dumps({**ASK, "stream": True}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {created.api_key}\r\nContent-Length: {len(raw)}\r\n\r\n"
+    writer.write(head.encode() + raw)
+    await until(lambda: len(session.graph.turns) == 2, seconds=20)
+    await served.admin.seal(created.session_id, grace_s=0.1)
+    before = await served.admin.trace(created.session_id)
+    assert [turn.metadata["mask_reason"] for turn in before.turns] == [None, "late"]
+    writer.close()
+    await until(lambda: not session.running)
+    assert await served.admin.trace(created.session_id) == before
+    del reader
