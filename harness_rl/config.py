@@ -146,6 +146,8 @@ class LearnerSection(Section):
     loss_normalisation: Literal["token", "rollout"] = "token"
     gradient_checkpointing: bool = False
     threads: int = Field(0, ge=0)
+    audit: bool = False
+    """Write every trained row, as the loss consumed it, to RUN/audit/."""
     start_timeout_s: float = Field(300.0, gt=0)
     step_timeout_s: float = Field(1800.0, gt=0)
     max_rejected_rows: int = Field(0, ge=0)

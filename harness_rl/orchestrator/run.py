@@ -134,6 +134,7 @@ class TrainingRun:
             minibatches=learner.minibatches,
             micro_batch_tokens=learner.micro_batch_tokens,
             gradient_checkpointing=learner.gradient_checkpointing,
+            audit=learner.audit,
             max_rejected_rows=learner.max_rejected_rows,
             device=learner.device,
             dtype=learner.dtype,

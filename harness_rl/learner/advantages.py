@@ -1,0 +1,37 @@
+"""Group-relative advantages: each rollout counts once (invariant 3), and None is not zero (invariant 4)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+EPSILON = 1e-6
+"""A group whose rewards differ by no more than this has no signal."""
+
+
+def has_signal(rewards: Sequence[float | None]) -> bool:
+    """False for a group that cannot teach: fewer than two scored rollouts, or all scored alike (`zero variance`)."""
+    scored = [reward for reward in rewards if reward is not None]
+    return len(scored) >= 2 and max(scored) - min(scored) > EPSILON
+
+
+def group_advantages(rewards: Sequence[float | None], scale: Literal["std", "none"] = "std") -> list[float | None]:
+    """Advantage of each *rollout* of one group (GRPO, arXiv 2402.03300, section 4.1.2): A_i = r_i - mean(r), over the scored rollouts.
+
+    `scale="std"` divides by the population standard deviation; `"none"` does not (Dr. GRPO, arXiv 2503.20783), so that a spread made of
+    small shaping terms stays small. An unscored rollout (None) is left out of mean and spread and gets None: it has no advantage, and no
+    rows. A group without signal gets 0.0 for its scored rollouts. A rollout that became several rows gives each the same advantage.
+    Raises ValueError for a reward that is not finite.
+    """
+    scored = [reward for reward in rewards if reward is not None]
+    for reward in scored:
+        if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
+            raise ValueError(f"reward {reward!r} is not a finite number; use None for a rollout that cannot be scored")
+    if scale not in ("std", "none"):
+        raise ValueError(f"advantage scale {scale!r}: use 'std' or 'none'")
+    if not has_signal(rewards):
+        return [None if reward is None else 0.0 for reward in rewards]
+    mean = math.fsum(scored) / len(scored)
+    spread = math.sqrt(math.fsum((reward - mean) ** 2 for reward in scored) / len(scored)) if scale == "std" else 1.0
+    return [None if reward is None else (reward - mean) / spread for reward in rewards]

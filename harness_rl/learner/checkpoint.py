@@ -1,0 +1,171 @@
+"""Checkpoints that are whole or do not count: `checkpoints/step-N/` with a marker, `COMPLETE`, written last.
+
+Everything is written under a temporary name, flushed to disk and renamed; then the marker, which lists every file with size and hash. A
+folder without a marker, or that disagrees with it, is skipped by name. The folder itself is a model in Hugging Face format.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from harness_rl.errors import LearnerError, UserError
+
+MARKER = "COMPLETE"
+FORMAT = 1
+STATE = "trainer.pt"
+_NOT_COPIED = re.compile(r".*\.(safetensors|bin|pt|gguf|h5|msgpack)|.*\.index\.json|config\.json|" + MARKER)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    path: Path
+    step: int
+    version: str
+
+
+@dataclass
+class Found:
+    newest: Checkpoint | None = None
+    skipped: list[str] = field(default_factory=list)
+    """One line for each folder that does not count: which, and why."""
+
+
+def save(root: Path, step: int, version: str, model: Any, source: Path | None, state: dict[str, Any], keep: int) -> Checkpoint:
+    """Write `root/step-<step>` and delete the oldest complete ones beyond `keep`.
+
+    `state` (optimizer, counters, RNG) goes through torch.save; files beside the weights in `source` (tokenizer, chat template) are copied.
+    Raises LearnerError when the disk is too full; an older checkpoint is never touched before the new one counts.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    _check_space(root, model, state)
+    final, temporary = root / f"step-{step}", root / f".step-{step}.{os.getpid()}.tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        model.save_pretrained(temporary, safe_serialization=True)
+        if source is not None and source.is_dir():
+            for extra in source.iterdir():
+                if extra.is_file() and not _NOT_COPIED.fullmatch(extra.name):
+                    shutil.copyfile(extra, temporary / extra.name)
+        torch.save(state, temporary / STATE)
+        files = {path.name: {"bytes": path.stat().st_size, "blake2b": _flushed_hash(path)} for path in sorted(temporary.iterdir())}
+        _sync_folder(temporary)
+        shutil.rmtree(final, ignore_errors=True)  # of a line that a crash took back
+        temporary.rename(final)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise LearnerError(f"checkpoint {final} could not be written: {error}") from error
+    marker = {"format": FORMAT, "step": step, "version": version, "files": files}
+    pending = final / f".{MARKER}.tmp"
+    pending.write_text(json.dumps(marker, indent=1) + "\n")
+    _flushed_hash(pending)
+    pending.rename(final / MARKER)
+    _sync_folder(final)
+    _sync_folder(root)
+    _forget(root, step, keep)
+    return Checkpoint(final, step, version)
+
+
+def find(root: Path) -> Found:
+    """The newest complete checkpoint under `root`. Raises UserError, with what is wrong with each, when folders exist but none counts."""
+    found = Found()
+    folders = sorted(_folders(root), key=lambda item: item[0], reverse=True)
+    for step, path in folders:
+        try:
+            marker = _read_marker(path, step)
+        except LearnerError as error:
+            found.skipped.append(str(error))
+            continue
+        found.newest = Checkpoint(path, step, marker["version"])
+        return found
+    if folders:
+        raise UserError(f"no checkpoint in {root} is complete: {'; '.join(found.skipped)}")
+    return found
+
+
+def load_state(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The `state` given to `save`."""
+    loaded: dict[str, Any] = torch.load(checkpoint.path / STATE, map_location="cpu", weights_only=True)
+    return loaded
+
+
+def clean(root: Path) -> None:
+    """Remove what a killed `save` left behind."""
+    if root.is_dir():
+        for path in root.glob(".step-*.tmp"):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _folders(root: Path) -> list[tuple[int, Path]]:
+    if not root.is_dir():
+        return []
+    named = ((re.fullmatch(r"step-(\d+)", path.name), path) for path in root.iterdir() if path.is_dir())
+    return [(int(match[1]), path) for match, path in named if match]
+
+
+def _read_marker(path: Path, step: int) -> dict[str, Any]:
+    try:
+        marker: dict[str, Any] = json.loads((path / MARKER).read_text())
+    except FileNotFoundError:
+        raise LearnerError(f"{path.name}: no {MARKER} marker, so its save did not end") from None
+    except (OSError, ValueError) as error:
+        raise LearnerError(f"{path.name}: the {MARKER} marker cannot be read ({error})") from None
+    if marker.get("format") != FORMAT or marker.get("step") != step:
+        raise LearnerError(f"{path.name}: the marker is of format {marker.get('format')}, step {marker.get('step')}")
+    for name, expected in marker["files"].items():
+        file = path / name
+        if not file.is_file():
+            raise LearnerError(f"{path.name}: {name} is missing")
+        if file.stat().st_size != expected["bytes"] or _hash(file) != expected["blake2b"]:
+            raise LearnerError(f"{path.name}: {name} is not the file that was saved")
+    return marker
+
+
+def _forget(root: Path, newest: int, keep: int) -> None:
+    complete = sorted((step, path) for step, path in _folders(root) if (path / MARKER).is_file() and step <= newest)
+    for _, path in complete[:-keep]:
+        (path / MARKER).unlink()  # first, so that a half-deleted folder does not count
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _check_space(root: Path, model: Any, state: dict[str, Any]) -> None:
+    needed = sum(p.numel() * p.element_size() for p in model.parameters()) + _tensor_bytes(state) + (16 << 20)
+    free = shutil.disk_usage(root).free
+    if free < needed:
+        raise LearnerError(f"checkpoint: {root} has {free >> 20} MiB free and needs {needed >> 20}; free some or lower checkpoint.keep")
+
+
+def _tensor_bytes(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.element_size()
+    if isinstance(value, dict):
+        return sum(_tensor_bytes(item) for item in value.values())
+    return sum(_tensor_bytes(item) for item in value) if isinstance(value, list | tuple) else 0
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def _flushed_hash(path: Path) -> str:
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+    return _hash(path)
+
+
+def _sync_folder(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,221 @@
+"""The learner process: pull a batch, take a step, save, sync and prove, answer. It alone drives the engines' weight routes.
+
+The order inside a step is the point: nothing is pushed that was not updated by a finite gradient, and control gets a step's result only
+when the engines hold, provably, the weights that the result names.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from harness_rl.errors import HarnessRLError, UserError
+from harness_rl.learner import checkpoint
+from harness_rl.learner.audit import write_audit
+from harness_rl.learner.link import CREDIT, TOKEN_ENV, ControlLink, LinkError, Message
+from harness_rl.learner.policy import DTYPES, Policy
+from harness_rl.learner.rows import Row, RowState, rows_from_wire
+from harness_rl.learner.spec import LearnerSpec
+from harness_rl.learner.step import StepReport, Trainer
+from harness_rl.sync.base import EngineClient, SyncReport, WeightSender, WeightSync
+from harness_rl.sync.gloo import GlooSender
+from harness_rl.sync.nccl import NcclSender
+from harness_rl.sync.verify import LogprobProbe
+
+PROBE_TEXT = (
+    "You are an agent in a Linux sandbox. Read the task, run one command at a time, look at its output, then go on. "
+    "To list files use ls -la; to count the lines of a file use wc -l; to change text use sed or a short Python script. "
+    "The quick brown fox jumps over the lazy dog, and 3 + 4 = 7 while 12 * 12 = 144. def main() -> None: print('hello, world')\n"
+    '{"command": "grep -rn TODO src | sort | uniq -c | head -20", "reason": "find what is left to do"}\n'
+)
+
+
+class Learner:
+    link: ControlLink
+
+    def __init__(self, spec: LearnerSpec) -> None:
+        self.spec = spec
+        self.root = Path(spec.run_dir) / "checkpoints"
+        if spec.threads:
+            torch.set_num_threads(spec.threads)
+        torch.manual_seed(spec.seed)
+        checkpoint.clean(self.root)
+        found = checkpoint.find(self.root) if spec.resume else checkpoint.Found()
+        for skipped in found.skipped:
+            print(f"learner: skipped checkpoint {skipped}", file=sys.stderr)
+        self.source = found.newest.path if found.newest else Path(spec.model)
+        self.policy = Policy.load(spec, self.source)
+        self.trainer = Trainer(self.policy, spec)
+        self.step = 0
+        if found.newest:
+            self.trainer.restore(checkpoint.load_state(found.newest))
+            self.step = found.newest.step
+        self.version = spec.version(self.step)
+        """Of the weights as they are; what the engines hold after a sync."""
+        self.saved_step = self.step if found.newest else -1
+        self.probe = LogprobProbe(
+            exact=self.policy.dtype == self.engine_dtype == torch.float32,
+            bound=spec.probe_bound,
+            first_bound=spec.probe_first_bound,
+            tokens=spec.probe_tokens,
+        )
+        self.sync = self._build_sync() if spec.engines else None
+
+    def run(self, link: ControlLink) -> None:
+        """Until control says stop. Raises HarnessRLError."""
+        self.link = link
+        try:
+            self._loop()
+        finally:
+            if self.sync is not None:
+                self.sync.close()
+
+    def _loop(self) -> None:
+        self.link.hello(self.spec.lineage, self.step, self.spec.link_timeout_s)
+        self._push_weights([])
+        self.link.send("pull", credit=CREDIT)
+        while True:
+            began = time.perf_counter()
+            message = self.link.wait_for({"batch", "stop"}, self.spec.batch_timeout_s)
+            if message.type == "stop":
+                break
+            waited = time.perf_counter() - began
+            self.link.send("pull", credit=1)
+            self._take_step(message, waited)
+        if message.fields.get("save"):
+            self._save()
+        self.link.send("bye")
+
+    def _take_step(self, batch: Message, waited: float) -> None:
+        if batch["step"] != self.step + 1:
+            raise LinkError(f"control sent the batch of step {batch['step']}; this learner is at step {self.step}")
+        rows = rows_from_wire(batch["rows"], batch.arrays)
+        report = self.trainer.step(rows, self.version)
+        self.step += 1
+        if self.spec.audit:
+            write_audit(Path(self.spec.run_dir) / "audit" / f"step-{self.step}.npz", report.consumed)
+        metrics = report.metrics
+        metrics["seconds/wait_batch"] = waited
+        if report.updated:
+            self.version = self.spec.version(self.step)
+            if self.spec.checkpoint_every and self.step % self.spec.checkpoint_every == 0:
+                metrics["seconds/checkpoint"] = self._save()
+            metrics |= self._push_weights(_proven_ids(rows, report))
+        self.link.send(
+            "result",
+            step=self.step,
+            version=self.version,
+            rows={row_id: state.value for row_id, state in report.states.items()},
+            reasons=report.reasons,
+            metrics=metrics,
+        )
+
+    def _push_weights(self, rows: Sequence[NDArray[np.int32]]) -> dict[str, float]:
+        """Hold, sync, prove, release. Returns the sync's metrics; empty without engines, or when control asks to stop instead."""
+        if self.sync is None:
+            return {}
+        began = time.perf_counter()
+        self.link.send("sync_begin", version=self.version)
+        if self.link.wait_for({"sync_go", "stop"}, self.spec.link_timeout_s).type == "stop":
+            return {}
+        report = self.sync.sync(self.version, self._probe_prompts(rows))
+        proof = report.proof
+        if proof.alarm:
+            print(f"learner: {self.version}: logprob gap {proof.mean_abs:.3g} nears its bound {proof.bound:.3g}", file=sys.stderr)
+        self.link.send("sync_done", version=self.version, proof=_proof_fields(report), seconds=report.seconds)
+        self.link.wait_for({"sync_ack", "stop"}, self.spec.link_timeout_s)
+        gap = {"probe/mean": proof.mean_abs, "probe/p99": proof.p99_abs, "probe/max": proof.max_abs, "probe/alarm": float(proof.alarm)}
+        parts = {f"seconds/sync_{name}": seconds for name, seconds in report.seconds.items()}
+        return gap | parts | {"seconds/sync": time.perf_counter() - began}
+
+    def _probe_prompts(self, rows: Sequence[NDArray[np.int32]]) -> list[NDArray[np.int32]]:
+        vocabulary = int(self.policy.model.config.get_text_config().vocab_size)
+        prompts = self.probe.choose(rows, seed=self.step)
+        return self.probe.filler(prompts, vocabulary, self._probe_text(), seed=self.step)
+
+    def _probe_text(self) -> NDArray[np.int32]:
+        """Ids of a fixed text; empty where the model's folder has no tokenizer."""
+        if not (self.source / "tokenizer.json").is_file():
+            return np.zeros(0, dtype=np.int32)
+        from tokenizers import Tokenizer
+
+        return np.array(Tokenizer.from_file(str(self.source / "tokenizer.json")).encode(PROBE_TEXT).ids, dtype=np.int32)
+
+    def _save(self) -> float:
+        """Save the weights as they are, once; returns the seconds it took."""
+        began = time.perf_counter()
+        if self.saved_step != self.step:
+            model, state = self.policy.model, self.trainer.state()
+            saved = checkpoint.save(self.root, self.step, self.version, model, self.source, state, self.spec.keep_checkpoints)
+            self.saved_step = self.step
+            self.link.send("checkpoint", step=saved.step, version=saved.version, path=str(saved.path))
+        return time.perf_counter() - began
+
+    @property
+    def engine_dtype(self) -> torch.dtype:
+        return self.policy.dtype if self.spec.engine_dtype == "auto" else DTYPES[self.spec.engine_dtype]
+
+    def _build_sync(self) -> WeightSync:
+        backend = self.spec.sync_backend
+        if backend == "auto":
+            backend = "nccl" if self.policy.device.type == "cuda" else "gloo"
+        transport: Any = NcclSender if backend == "nccl" else GlooSender
+        sender: WeightSender = transport(self.policy.model.named_parameters, self.engine_dtype, self.spec.sync_timeout_s)
+        engines = [EngineClient(url, self.spec.served_model, self.spec.sync_timeout_s) for url in self.spec.engines]
+        return WeightSync(engines, sender, self.probe, self.policy.score_prompts)
+
+
+def _proven_ids(rows: Sequence[Row], report: StepReport) -> list[NDArray[np.int32]]:
+    return [row.ids for row in rows if report.states[row.row_id] is not RowState.REJECTED]
+
+
+def _proof_fields(report: SyncReport) -> dict[str, Any]:
+    proof = report.proof
+    return {
+        "tokens": proof.tokens,
+        "mean_abs": proof.mean_abs,
+        "p99_abs": proof.p99_abs,
+        "max_abs": proof.max_abs,
+        "bound": proof.bound,
+        "ok": proof.ok,
+    }
+
+
+def main(config: Path, socket_path: Path) -> int:
+    """0: stopped as asked; 1: failed; 2: the input is wrong. Standard error says why, and control is told once the link is up."""
+    token = os.environ.pop(TOKEN_ENV, None)
+    link: ControlLink | None = None
+    try:
+        if token is None:
+            raise UserError(f"learner: the environment has no {TOKEN_ENV}; control sets it when it starts this process")
+        learner = Learner(LearnerSpec.read(config))
+        link = ControlLink(socket_path, token)
+        learner.run(link)
+    except HarnessRLError as error:
+        print(error, file=sys.stderr)
+        _report(link, error)
+        return 2 if isinstance(error, UserError) else 1
+    except Exception as error:  # the log gets the traceback, control the one line
+        _report(link, error)
+        raise
+    finally:
+        if link is not None:
+            link.close()
+    return 0
+
+
+def _report(link: ControlLink | None, error: Exception) -> None:
+    if link is None:
+        return
+    try:
+        link.send("failed", error=type(error).__name__, message=str(error))
+    except LinkError:
+        print("learner: control is gone; the failure above could not be reported", file=sys.stderr)

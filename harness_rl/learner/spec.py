@@ -1,0 +1,157 @@
+"""Everything the learner process is told, in one JSON file. Defaults are visible here and nowhere else; unknown keys are refused.
+
+Imports no torch: the control process writes this file, the learner reads it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from harness_rl.errors import UserError
+
+
+@dataclass
+class LearnerSpec:
+    model: str
+    """Folder in Hugging Face format. With `resume`, the newest complete checkpoint of `run_dir` wins."""
+    run_dir: str
+    lineage: str
+    """Names this process's policies: version = `<lineage>-<step>`. New for every start."""
+    engines: list[str] = field(default_factory=list)
+    """Base URLs of the engines to sync. Empty: nothing is pushed (a learner alone, for tests and benchmarks)."""
+    served_model: str = "policy"
+    """Name under which the engines serve the model."""
+    resume: bool = False
+    seed: int = 0
+
+    objective: Literal["grpo", "sft"] = "grpo"
+    learning_rate: float = 1e-5
+    """May be 0: every part of a step runs, the weights stay."""
+    warmup_steps: int = 0
+    """Linear from 0; then constant."""
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.95
+    weight_decay: float = 0.0
+    """On matrices only, not on norms and biases."""
+    max_grad_norm: float = 1.0
+    epsilon_low: float = 0.2
+    epsilon_high: float = 0.28
+    truncation: float = 2.0
+    """C in min(pi_old/mu, C)."""
+    ratio: Literal["proximal", "behaviour"] = "proximal"
+    loss_normalisation: Literal["token", "rollout"] = "token"
+    minibatches: int = 1
+    """Optimizer steps per batch; groups are kept whole."""
+    micro_batch_tokens: int = 2048
+    """Tokens of one forward. A row longer than this is `oversize`."""
+    logprob_chunk: int = 256
+    """Positions of the LM head at once: peak memory is this times the vocabulary."""
+    gradient_checkpointing: bool = False
+    audit: bool = False
+    """Write what the loss consumed to `RUN/audit/step-N.npz` (see audit.py)."""
+    max_rejected_rows: int = 0
+    """Rows that break invariant 1 a run may hold; one more ends the run. Each is left out of training in any case."""
+    max_skipped_steps: int = 2
+    """Steps in a row that may be skipped for a gradient that is not finite; one more ends the run."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of the forward pass; auto: float32 on CPU, bfloat16 on a GPU. Parameters and optimizer state are always float32."""
+    threads: int = 0
+    """0 leaves torch's choice."""
+
+    sync_backend: Literal["auto", "gloo", "nccl"] = "auto"
+    engine_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """What is sent; auto: the learner's dtype."""
+    sync_timeout_s: float = 300.0
+    """Deadline of each call and of each tensor of a sync."""
+    probe_tokens: int = 512
+    probe_bound: float = 1e-4
+    """float32: largest mean |difference| of logprobs between engine and learner."""
+    probe_first_bound: float = 0.15
+    """Other dtypes: the same for the first sync; later ones may differ 3 times as much as it did, and alarm at 2 times."""
+
+    checkpoint_every: int = 0
+    """Steps; 0 = only when asked at the end."""
+    keep_checkpoints: int = 2
+
+    link_timeout_s: float = 60.0
+    """Deadline of control's answers within a sync."""
+    batch_timeout_s: float = 7200.0
+    """Longest wait for a batch."""
+
+    def __post_init__(self) -> None:
+        for name in _POSITIVE:
+            if not getattr(self, name) > 0:
+                raise UserError(f"learner: {name} = {getattr(self, name)} must be above 0")
+        for name in _NOT_NEGATIVE:
+            if not getattr(self, name) >= 0:
+                raise UserError(f"learner: {name} = {getattr(self, name)} must not be negative")
+        if not self.lineage or "/" in self.lineage:
+            raise UserError(f"learner: lineage {self.lineage!r} must be a short name without '/'")
+
+    def version(self, step: int) -> str:
+        return f"{self.lineage}-{step}"
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, where: str = "learner.json") -> LearnerSpec:
+        """Raises UserError: not JSON, an unknown or missing key, or a value of the wrong type."""
+        try:
+            data = json.loads(text)
+        except ValueError as error:
+            raise UserError(f"{where}: not valid JSON: {error}") from None
+        if not isinstance(data, dict):
+            raise UserError(f"{where}: expected one JSON object")
+        known = [f.name for f in fields(cls)]
+        for key in data:
+            if key not in known:
+                near = difflib.get_close_matches(key, known, n=1)
+                raise UserError(
+                    f"{where}: unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else f"; valid: {', '.join(known)}")
+                )
+        for key in ("model", "run_dir", "lineage"):
+            if key not in data:
+                raise UserError(f"{where}: {key!r} is missing")
+        hints = get_type_hints(cls)
+        return cls(**{key: _typed(where, key, value, hints[key]) for key, value in data.items()})
+
+    @classmethod
+    def read(cls, path: Path) -> LearnerSpec:
+        try:
+            text = path.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"learner: {path} cannot be read: {error}") from None
+        return cls.from_json(text, str(path))
+
+
+_POSITIVE = (
+    *("adam_beta1", "adam_beta2", "max_grad_norm", "epsilon_low", "epsilon_high", "truncation", "minibatches"),
+    *("micro_batch_tokens", "logprob_chunk", "sync_timeout_s", "probe_tokens", "probe_bound", "probe_first_bound"),
+    *("keep_checkpoints", "link_timeout_s", "batch_timeout_s"),
+)
+_NOT_NEGATIVE = (
+    *("learning_rate", "warmup_steps", "weight_decay", "checkpoint_every", "threads"),
+    *("max_rejected_rows", "max_skipped_steps"),
+)
+
+
+def _typed(where: str, key: str, value: Any, hint: Any) -> Any:
+    if get_origin(hint) is Literal:
+        if value not in get_args(hint):
+            raise UserError(f"{where}: {key} = {value!r}; use one of {', '.join(map(repr, get_args(hint)))}")
+        return value
+    if get_origin(hint) is list:
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise UserError(f"{where}: {key} must be a list of strings")
+        return value
+    wrong = isinstance(value, bool) is not (hint is bool) or not isinstance(value, (int, float) if hint is float else hint)
+    if wrong:
+        raise UserError(f"{where}: {key} = {value!r} must be a {hint.__name__}")
+    return float(value) if hint is float else value

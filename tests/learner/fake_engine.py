@@ -1,0 +1,138 @@
+"""A server with vLLM's weight and scoring routes over a tiny transformers model, and switches for the faults a real one can have.
+
+The gloo transfer is real: it joins the sender's group as a worker would. Like vLLM on CPU it computes with a private copy of the tied head,
+which a reload must pack again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import urlparse
+
+import torch
+import torch.distributed as dist
+
+from harness_rl.engines.vllm_plugin import check_plan, open_group
+
+
+class FakeEngine:
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.head = model.get_output_embeddings().weight.detach().clone()
+        self.calls: list[str] = []
+        self.faults: set[str] = set()
+        """ignore_update, stale_head, wrong_version, shift_logprobs, refuse_update, hang_update, no_reset, no_probe"""
+        self.weight_version = "default"
+        self.paused = False
+        self.group: Any = None
+        self.store: Any = None
+
+    def handle(self, method: str, path: str, query: str, body: dict[str, Any]) -> tuple[int, Any]:
+        self.calls.append(path.strip("/") + (f"?{query}" if query else ""))
+        route = getattr(self, "on_" + path.strip("/").replace("/", "_").replace("v1_", ""), None)
+        return (404, {"detail": "Not Found"}) if route is None else route(body)
+
+    def on_get_world_size(self, _: Any) -> tuple[int, Any]:
+        return 200, {"world_size": 1}
+
+    def on_models(self, _: Any) -> tuple[int, Any]:
+        return 200, {"data": [{"id": "policy", "max_model_len": 256}]}
+
+    def on_init_weight_transfer_engine(self, body: dict[str, Any]) -> tuple[int, Any]:
+        info = body["init_info"]
+        self.group, self.store = open_group(
+            info["master_address"], info["master_port"], info["rank_offset"], info["world_size"], info["timeout_s"]
+        )
+        return 200, {}
+
+    def on_pause(self, _: Any) -> tuple[int, Any]:
+        self.paused = True
+        return 200, {}
+
+    def on_start_weight_update(self, _: Any) -> tuple[int, Any]:
+        return 200, {}
+
+    def on_update_weights(self, body: dict[str, Any]) -> tuple[int, Any]:
+        if "refuse_update" in self.faults:
+            return 500, {"detail": "out of memory"}
+        if "hang_update" in self.faults:
+            time.sleep(30)
+        info = body["update_info"]
+        check_plan(**info)
+        at = 0
+        parameters = dict(self.model.named_parameters())
+        for count in info["buckets"]:
+            bucket = list(zip(info["names"], info["dtype_names"], info["shapes"], strict=True))[at : at + count]
+            at += count
+            flat = torch.empty(sum(math.prod(s) for _, _, s in bucket), dtype=getattr(torch, bucket[0][1]))
+            self.group.broadcast([flat], dist.BroadcastOptions()).wait()
+            if "ignore_update" not in self.faults:
+                for (name, _, shape), part in zip(bucket, flat.split([math.prod(s) for _, _, s in bucket]), strict=True):
+                    parameters[name].data.copy_(part.view(shape))
+        return 200, {}
+
+    def on_finish_weight_update(self, body: dict[str, Any]) -> tuple[int, Any]:
+        if "stale_head" not in self.faults:
+            self.head = self.model.get_output_embeddings().weight.detach().clone()
+        self.weight_version = "default" if "wrong_version" in self.faults else body["weight_version"]
+        return 200, {}
+
+    def on_weight_info(self, _: Any) -> tuple[int, Any]:
+        return 200, {"weight_version": self.weight_version}
+
+    def on_reset_prefix_cache(self, _: Any) -> tuple[int, Any]:
+        return 200, {"success": "no_reset" not in self.faults}
+
+    def on_resume(self, _: Any) -> tuple[int, Any]:
+        self.paused = False
+        return 200, {}
+
+    def on_completions(self, body: dict[str, Any]) -> tuple[int, Any]:
+        if "no_probe" in self.faults:
+            return 200, {"choices": []}
+        return 200, {"choices": [{"index": i, "prompt_logprobs": self._score(ids)} for i, ids in enumerate(body["prompt"])]}
+
+    @torch.no_grad()
+    def _score(self, ids: list[int]) -> list[Any]:
+        hidden = self.model.base_model(input_ids=torch.tensor([ids]), use_cache=False, row_bounds=[0, len(ids)]).last_hidden_state[0]
+        logprobs = torch.log_softmax(hidden @ self.head.T, -1)[:-1].gather(-1, torch.tensor(ids[1:])[:, None]).squeeze(-1).tolist()
+        if "shift_logprobs" in self.faults:
+            logprobs = [*logprobs[1:], logprobs[0]]
+        return [None, *({str(token): {"logprob": value, "rank": 1}} for token, value in zip(ids[1:], logprobs, strict=True))]
+
+
+@contextmanager
+def serve(engine: FakeEngine) -> Iterator[str]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def answer(self) -> None:
+            url = urlparse(self.path)
+            body = json.loads(self.rfile.read(int(self.headers.get("content-length") or 0)) or b"{}")
+            status, value = engine.handle(self.command, url.path, url.query, body)
+            data = json.dumps(value).encode()
+            self.send_response(status)
+            self.send_header("content-length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        do_GET = do_POST = answer
+
+        def log_message(self, *_: Any) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()

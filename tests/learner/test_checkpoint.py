@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import json
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import torch
+from learner_helpers import random_rows, tiny_policy
+from transformers import AutoModelForCausalLM
+
+from harness_rl.errors import LearnerError, UserError
+from harness_rl.learner import checkpoint
+from harness_rl.learner.spec import LearnerSpec
+from harness_rl.learner.step import Trainer
+
+
+def trainer() -> Trainer:
+    return Trainer(tiny_policy(), LearnerSpec(model="-", run_dir="-", lineage="k", learning_rate=1e-2, micro_batch_tokens=4096))
+
+
+def save(t: Trainer, root: Path, step: int, keep: int = 9, source: Path | None = None) -> checkpoint.Checkpoint:
+    return checkpoint.save(root, step, f"k-{step}", t.policy.model, source, t.state(), keep)
+
+
+def test_resumed_equals_uninterrupted(tmp_path: Path) -> None:
+    a = trainer()
+    a.step(random_rows(0), "k-0")
+    save(a, tmp_path, 1)
+    losses = [a.step(random_rows(i), "k-0").metrics["loss"] for i in (1, 2)]
+    found = checkpoint.find(tmp_path).newest
+    assert found is not None and found.version == "k-1"
+    b = trainer()
+    b.policy.model.load_state_dict(AutoModelForCausalLM.from_pretrained(found.path, dtype=torch.float32).state_dict())
+    b.restore(checkpoint.load_state(found))
+    assert b.updates == 1
+    assert [b.step(random_rows(i), "k-0").metrics["loss"] for i in (1, 2)] == losses
+
+
+def test_it_is_a_plain_hugging_face_folder_with_the_tokenizer_beside(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("tokenizer.json", "chat_template.jinja", "model.safetensors", "config.json", "trainer.pt"):
+        (source / name).write_text("x")
+    saved = save(trainer(), tmp_path / "c", 3, source=source)
+    names = {path.name for path in saved.path.iterdir()}
+    assert {"tokenizer.json", "chat_template.jinja", "config.json", "model.safetensors", "trainer.pt", "COMPLETE"} <= names
+    assert (saved.path / "tokenizer.json").read_text() == "x" and (saved.path / "config.json").read_text() != "x"
+    assert "harness_rl" not in (saved.path / "config.json").read_text()
+    assert json.loads((saved.path / "COMPLETE").read_text())["files"].keys() == names - {"COMPLETE"}
+
+
+def test_g07_half_written_checkpoints_are_skipped_by_name(tmp_path: Path) -> None:
+    t = trainer()
+    for step in (1, 2, 3, 4, 5):
+        save(t, tmp_path, step)
+    (tmp_path / "step-5" / "COMPLETE").unlink()
+    (tmp_path / "step-4" / "trainer.pt").unlink()
+    weights = tmp_path / "step-3" / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    (tmp_path / "step-2" / "COMPLETE").write_text("{")
+    found = checkpoint.find(tmp_path)
+    assert found.newest is not None and found.newest.step == 1
+    assert [line.split(":")[0] for line in found.skipped] == ["step-5", "step-4", "step-3", "step-2"]
+
+
+def test_g07_fails_loudly_when_folders_exist_but_none_is_complete(tmp_path: Path) -> None:
+    (tmp_path / "step-7").mkdir()
+    with pytest.raises(UserError, match=r"no checkpoint in .* is complete: step-7: no COMPLETE"):
+        checkpoint.find(tmp_path)
+    assert checkpoint.find(tmp_path / "absent").newest is None
+
+
+def test_old_ones_are_forgotten_after_the_new_one_counts(tmp_path: Path) -> None:
+    t = trainer()
+    for step in (1, 2, 3):
+        save(t, tmp_path, step, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-2", "step-3"]
+
+
+def test_a_step_taken_back_by_a_crash_is_replaced(tmp_path: Path) -> None:
+    t = trainer()
+    save(t, tmp_path, 1)
+    t.step(random_rows(0), "k-0")
+    checkpoint.save(tmp_path, 1, "new-1", t.policy.model, None, t.state(), 2)
+    found = checkpoint.find(tmp_path)
+    assert found.newest is not None and found.newest.version == "new-1"
+
+
+def test_f18_a_full_disk_is_an_error_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    t = trainer()
+    save(t, tmp_path, 1)
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: usage(0, 0, 1000))
+    with pytest.raises(LearnerError, match="MiB free"):
+        save(t, tmp_path, 2, keep=1)
+    found = checkpoint.find(tmp_path)
+    assert found.newest is not None and found.newest.step == 1 and not found.skipped
+
+
+def test_a_failed_write_leaves_the_previous_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    t = trainer()
+    save(t, tmp_path, 1)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint.torch, "save", full)
+    with pytest.raises(LearnerError, match="No space left"):
+        save(t, tmp_path, 2, keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
+
+
+def test_clean_removes_what_a_kill_left(tmp_path: Path) -> None:
+    (tmp_path / ".step-3.99.tmp").mkdir()
+    checkpoint.clean(tmp_path)
+    assert list(tmp_path.iterdir()) == []

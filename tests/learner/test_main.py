@@ -1,0 +1,280 @@
+"""The learner's loop against control's end of the link and a fake engine; in a thread, and once as the real process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+import torch
+from fake_engine import FakeEngine, serve
+from learner_helpers import random_rows, tiny_llama, trace, turn
+
+from harness_rl.learner import checkpoint
+from harness_rl.learner import main as main_module
+from harness_rl.learner.link import TOKEN_ENV, LearnerLink, Message
+from harness_rl.learner.policy import Policy
+from harness_rl.learner.rows import Row, build_rows, mark_stale
+from harness_rl.learner.spec import LearnerSpec
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tiny_llama().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def engine() -> Iterator[tuple[FakeEngine, str]]:
+    made = FakeEngine(Policy.wrap(tiny_llama(seed=5), torch.float32).model)
+    with serve(made) as url:
+        yield made, url
+
+
+@pytest_asyncio.fixture
+async def link(tmp_path: Path) -> AsyncIterator[LearnerLink]:
+    made = LearnerLink(tmp_path / "l.sock", "secret")
+    await made.start()
+    yield made
+    await made.close()
+
+
+def spec_of(model: Path, run_dir: Path, url: str | None, **more: Any) -> LearnerSpec:
+    values: dict[str, Any] = {"lineage": "k", "learning_rate": 1e-2, "micro_batch_tokens": 256, "probe_tokens": 100, "link_timeout_s": 10.0}
+    return LearnerSpec(model=str(model), run_dir=str(run_dir), engines=[url] if url else [], **(values | more))
+
+
+class Process:
+    """`main` in a thread of its own, with its exit code."""
+
+    def __init__(self, spec: LearnerSpec, link: LearnerLink, monkeypatch: pytest.MonkeyPatch, token: str = "secret") -> None:
+        path = Path(spec.run_dir) / "learner.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(spec.to_json())
+        monkeypatch.setenv(TOKEN_ENV, token)
+        self.code: int | None = None
+
+        def work() -> None:
+            self.code = main_module.main(path, link.path)
+
+        self.thread = threading.Thread(target=work)
+        self.thread.start()
+
+    async def exit_code(self) -> int | None:
+        await asyncio.to_thread(self.thread.join, 20)
+        assert not self.thread.is_alive()
+        return self.code
+
+
+async def expect(link: LearnerLink, kind: str) -> Message:
+    message = await link.receive(20)
+    assert message.type == kind, message
+    return message
+
+
+async def allow_sync(link: LearnerLink, version: str) -> Message:
+    assert (await expect(link, "sync_begin"))["version"] == version
+    await link.send("sync_go")
+    done = await expect(link, "sync_done")
+    await link.send("sync_ack")
+    return done
+
+
+def rows_at(step: int, lineage: str = "k", seed: int = 0) -> list[Row]:
+    rows = random_rows(seed, version=f"{lineage}-{step}")
+    for row in rows:
+        mark_stale(row, step, 1, {lineage: step})
+    return rows
+
+
+async def test_run_save_and_resume(
+    model_folder: Path, tmp_path: Path, link: LearnerLink, engine: tuple[FakeEngine, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake, url = engine
+    process = Process(spec_of(model_folder, tmp_path / "run", url, checkpoint_every=2), link, monkeypatch)
+    assert (await expect(link, "hello")).fields.items() >= {"lineage": "k", "step": 0}.items()
+    done = await allow_sync(link, "k-0")
+    assert done["proof"]["ok"] and done["proof"]["tokens"] >= 100 and done["seconds"]["stopped"] > 0
+    for step in (1, 2):
+        await link.send_batch(step, rows_at(step - 1, seed=step), 10)
+        if step == 2:
+            assert (await expect(link, "checkpoint"))["version"] == "k-2"
+        await allow_sync(link, f"k-{step}")
+        result = await expect(link, "result")
+        assert (result["step"], result["version"]) == (step, f"k-{step}") == (step, fake.weight_version)
+        assert set(result["rows"].values()) == {"trained"} and len(result["rows"]) == 6
+        assert result["metrics"]["seconds/sync"] > 0 and result["metrics"]["probe/mean"] < 1e-4
+    await link.send("stop", save=True)
+    await expect(link, "bye")
+    assert await process.exit_code() == 0
+    await expect(link, "closed")
+    found = checkpoint.find(tmp_path / "run" / "checkpoints").newest
+    assert found is not None and found.step == 2
+
+    process = Process(spec_of(model_folder, tmp_path / "run", url, resume=True, lineage="n"), link, monkeypatch)
+    assert (await expect(link, "hello")).fields.items() >= {"lineage": "n", "step": 2}.items()
+    await allow_sync(link, "n-2")  # g06: restored weights are pushed before anything is waited for
+    await link.send("stop", save=False)
+    await expect(link, "bye")
+    assert await process.exit_code() == 0
+
+
+async def test_e05_a_failed_proof_stops_the_run_with_the_cause(
+    model_folder: Path, tmp_path: Path, link: LearnerLink, engine: tuple[FakeEngine, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake, url = engine
+    fake.faults = {"ignore_update"}
+    process = Process(spec_of(model_folder, tmp_path / "run", url), link, monkeypatch)
+    await expect(link, "hello")
+    await expect(link, "sync_begin")
+    await link.send("sync_go")
+    failed = await expect(link, "failed")
+    assert failed["error"] == "WeightProofFailed" and "k-0" in failed["message"]
+    assert await process.exit_code() == 1 and fake.paused
+
+
+async def test_g13_a_diverged_step_is_neither_saved_nor_synced(
+    model_folder: Path, tmp_path: Path, link: LearnerLink, engine: tuple[FakeEngine, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake, url = engine
+    process = Process(spec_of(model_folder, tmp_path / "run", url, checkpoint_every=1, max_skipped_steps=1), link, monkeypatch)
+    await expect(link, "hello")
+    await allow_sync(link, "k-0")
+    rows = rows_at(0)
+    rows[0].advantage, rows[1].advantage = 1e38, -1e38
+    await link.send_batch(1, rows, 10)
+    result = await expect(link, "result")
+    assert (result["step"], result["version"]) == (1, "k-0") and set(result["rows"].values()) == {"rejected"}
+    assert fake.weight_version == "k-0" and checkpoint.find(tmp_path / "run" / "checkpoints").newest is None
+    await link.send_batch(2, rows_at(0), 10)  # and it goes on
+    await expect(link, "checkpoint")
+    await allow_sync(link, "k-2")
+    assert (await expect(link, "result"))["version"] == "k-2"
+    await link.send("stop")
+    await expect(link, "bye")
+    assert await process.exit_code() == 0
+
+
+@pytest.mark.parametrize(("max_rejected", "ends"), [(0, True), (1, False)])
+async def test_a_row_that_breaks_invariant_1(
+    model_folder: Path, tmp_path: Path, link: LearnerLink, monkeypatch: pytest.MonkeyPatch, max_rejected: int, ends: bool
+) -> None:
+    process = Process(spec_of(model_folder, tmp_path / "run", None, max_rejected_rows=max_rejected), link, monkeypatch)
+    await expect(link, "hello")
+    rows = rows_at(0)
+    rows[2].ids[0] += 1
+    await link.send_batch(1, rows, 10)
+    if ends:
+        failed = await expect(link, "failed")
+        assert failed["error"] == "InvariantError" and rows[2].row_id in failed["message"]
+        assert await process.exit_code() == 1
+        return
+    result = await expect(link, "result")
+    assert [state for state in result["rows"].values()].count("trained") == 5 and result["rows"][rows[2].row_id] == "rejected"
+    assert "not the prompt the engine was given" in result["reasons"][rows[2].row_id]
+    await link.send("stop")
+    await expect(link, "bye")
+    assert await process.exit_code() == 0
+
+
+async def test_a_batch_of_another_step_is_refused(
+    model_folder: Path, tmp_path: Path, link: LearnerLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = Process(spec_of(model_folder, tmp_path / "run", None), link, monkeypatch)
+    await expect(link, "hello")
+    await link.send_batch(7, rows_at(0), 10)
+    assert "step 7; this learner is at step 0" in (await expect(link, "failed"))["message"]
+    assert await process.exit_code() == 1
+
+
+async def test_stop_instead_of_a_sync(
+    model_folder: Path, tmp_path: Path, link: LearnerLink, engine: tuple[FakeEngine, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake, url = engine
+    process = Process(spec_of(model_folder, tmp_path / "run", url), link, monkeypatch)
+    await expect(link, "hello")
+    await expect(link, "sync_begin")
+    await link.send("stop")
+    await expect(link, "bye")
+    assert await process.exit_code() == 0 and "pause" not in "".join(fake.calls)
+
+
+async def test_control_that_never_answers_a_sync_is_a_named_error(
+    model_folder: Path, tmp_path: Path, link: LearnerLink, engine: tuple[FakeEngine, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = Process(spec_of(model_folder, tmp_path / "run", engine[1], link_timeout_s=2.0), link, monkeypatch)
+    await expect(link, "hello")
+    await expect(link, "sync_begin")
+    assert "stop or sync_go did not come" in (await expect(link, "failed"))["message"]
+    assert await process.exit_code() == 1
+
+
+async def test_mistakes_end_with_code_2(
+    tmp_path: Path, link: LearnerLink, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    process = Process(spec_of(tmp_path / "no-model", tmp_path / "run", None), link, monkeypatch)
+    assert await process.exit_code() == 2
+    assert "no-model cannot be used" in capsys.readouterr().err
+    monkeypatch.delenv(TOKEN_ENV, raising=False)
+    assert main_module.main(tmp_path / "absent.json", link.path) == 2
+
+
+async def test_warm_start_is_the_same_loop(model_folder: Path, tmp_path: Path, link: LearnerLink, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    demonstrations = [
+        row
+        for i in range(3)
+        for row in build_rows(
+            trace(turn("a", rng.integers(0, 97, 5).tolist(), [3, 1, 4, 1, 5], origin="demonstration")),
+            f"d{i}",
+            "t",
+            origins=frozenset({"demonstration"}),
+        )
+    ]
+    process = Process(spec_of(model_folder, tmp_path / "run", None, objective="sft", learning_rate=3e-3), link, monkeypatch)
+    await expect(link, "hello")
+    losses = []
+    for step in range(1, 7):
+        await link.send_batch(step, demonstrations, 10)
+        result = await expect(link, "result")
+        assert set(result["rows"].values()) == {"trained"}
+        losses.append(result["metrics"]["loss"])
+    assert losses[-1] < losses[0]
+    await link.send("stop", save=True)
+    assert (await expect(link, "checkpoint"))["step"] == 6
+    await expect(link, "bye")
+    assert await process.exit_code() == 0
+
+
+async def test_the_real_process(model_folder: Path, tmp_path: Path, link: LearnerLink) -> None:
+    spec = spec_of(model_folder, tmp_path / "run", None)
+    config = tmp_path / "learner.json"
+    config.write_text(spec.to_json())
+    env = {**os.environ, TOKEN_ENV: "secret", "PYTHONPATH": f"{ROOT}:{ROOT / 'proxy'}", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "harness_rl.learner", "--config", str(config), "--link", str(link.path)]
+    process = await asyncio.to_thread(lambda: subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True))
+    try:
+        hello = await link.receive(90)
+        assert hello.type == "hello" and hello["pid"] == process.pid
+        assert "secret" not in " ".join(command)
+        await link.close()  # control dies
+        code = await asyncio.to_thread(process.wait, 20)
+        assert code == 1
+        assert process.stderr is not None
+        error = process.stderr.read()
+        assert "learner: control" in error and "Traceback" not in error
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()

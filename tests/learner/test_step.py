@@ -1,0 +1,285 @@
+"""A whole optimizer step on a tiny model: states, normalisation, proofs, metrics."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from learner_helpers import random_rows, row_logprobs, sampled_by, tiny_policy, trace, turn
+
+from harness_rl.errors import InvariantError, LearnerError
+from harness_rl.learner import packing
+from harness_rl.learner import step as step_module
+from harness_rl.learner.rows import Row, RowState, build_rows
+from harness_rl.learner.spec import LearnerSpec
+from harness_rl.learner.step import Trainer
+
+
+def trainer(**spec: Any) -> Trainer:
+    defaults: dict[str, Any] = {"model": "-", "run_dir": "-", "lineage": "k", "learning_rate": 1e-2, "micro_batch_tokens": 128}
+    return Trainer(tiny_policy(), LearnerSpec(**(defaults | spec)))
+
+
+def weights(t: Trainer) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in t.parameters]
+
+
+def grads_of(t: Trainer, rows: list[Row], current: str = "k-0") -> list[torch.Tensor]:
+    """The step's gradient, caught before it is applied."""
+    caught: list[torch.Tensor] = []
+
+    def catch() -> float:
+        caught.extend(p.grad.clone() for p in t.parameters)
+        t.optimizer.zero_grad()
+        return 0.0
+
+    t._update = catch  # type: ignore[method-assign]
+    t.step(rows, current)
+    return caught
+
+
+def naive_gradient(t: Trainer, rows: list[Row]) -> list[torch.Tensor]:
+    """The issue's formula, written out row by row with full logits."""
+    model = t.policy.model
+    model.zero_grad()
+    total = sum(int(row.trained.sum()) for row in rows)
+    for row in rows:
+        logits = model(input_ids=torch.from_numpy(row.ids.astype(np.int64))[None], use_cache=False, row_bounds=[0, len(row)]).logits[0]
+        for at in np.flatnonzero(row.trained):
+            logp = torch.log_softmax(logits[at - 1] / row.temperature, -1)[int(row.ids[at])]
+            rho = torch.exp(logp - logp.detach())
+            factor = min(math.exp(logp.item() - float(row.logprobs[at])), t.spec.truncation)
+            loss = -factor * torch.minimum(rho * row.advantage, rho.clamp(0.8, 1.28) * row.advantage) / total
+            loss.backward(retain_graph=True)
+    found = [p.grad.clone() for p in t.parameters]
+    model.zero_grad()
+    return found
+
+
+def assert_close(a: list[torch.Tensor], b: list[torch.Tensor], **kwargs: float) -> None:
+    for x, y in zip(a, b, strict=True):
+        torch.testing.assert_close(x, y, **{"atol": 2e-6, "rtol": 1e-4, **kwargs})
+
+
+def test_the_step_gradient_is_the_formula_written_out() -> None:
+    t, rows = trainer(), random_rows(0)
+    expected = naive_gradient(t, rows)
+    assert_close(grads_of(t, rows), expected)
+
+
+@pytest.mark.parametrize("how", ["token", "rollout"])
+def test_d16_micro_batches_do_not_change_the_gradient(how: str) -> None:
+    rows = random_rows(1, rollouts=8)
+    one = grads_of(trainer(micro_batch_tokens=4096, loss_normalisation=how), rows)
+    many = grads_of(trainer(micro_batch_tokens=max(len(row) for row in rows), loss_normalisation=how), rows)
+    assert_close(one, many)
+
+
+def test_d17_an_all_zero_row_changes_nothing_and_is_named() -> None:
+    good = random_rows(2)
+    empty = build_rows(trace(turn("z", [1, 2], [3, 4])), "z", "g9")[0]
+    empty.advantage = 1.0
+    empty.stale[:] = 1
+    alone, together = trainer(), trainer()
+    assert_close(grads_of(alone, good), grads_of(together, [*good, empty]))
+    assert trainer().step([empty], "k-0").states == {empty.row_id: RowState.STALE}
+
+
+def test_every_row_ends_in_one_counted_state() -> None:
+    rows = random_rows(3, rollouts=6)
+    rows[0].advantage = 0.0
+    rows[1].stale[:] = 1
+    rows[2].logprobs[rows[2].spans[0].start] -= 0.5
+    long = build_rows(trace(turn("l", [1] * 100, [2] * 100)), "long", "g7")[0]
+    long.advantage = 1.0
+    report = trainer(max_rejected_rows=1).step([*rows, long], "k-0")
+    assert [report.states[row.row_id] for row in [*rows, long]] == [
+        RowState.ZERO_ADVANTAGE,
+        RowState.STALE,
+        RowState.REJECTED,
+        RowState.TRAINED,
+        RowState.TRAINED,
+        RowState.TRAINED,
+        RowState.OVERSIZE,
+    ]
+    assert "logprobs or mask" in report.reasons[rows[2].row_id]
+    assert {k: v for k, v in report.metrics.items() if k.startswith("rows/")} == {
+        "rows/trained": 3,
+        "rows/stale": 1,
+        "rows/oversize": 1,
+        "rows/zero_advantage": 1,
+        "rows/rejected": 1,
+    }
+    assert report.metrics["tokens/trained"] == sum(row.trained.sum() for row in rows[3:])
+    assert report.metrics["tokens/stale"] == rows[1].mask.sum()
+
+
+def test_a_rejected_row_is_never_trained() -> None:
+    rows = random_rows(4)
+    bad = copy.deepcopy(rows[2])
+    bad.ids[0] += 1
+    assert_close(
+        grads_of(trainer(max_rejected_rows=1), [*rows[:2], bad, *rows[3:]]),
+        grads_of(trainer(), [*rows[:2], *rows[3:]]),
+        atol=0,
+        rtol=0,
+    )
+
+
+def test_too_many_rejected_rows_end_the_run_before_anything_is_trained() -> None:
+    t, rows = trainer(), random_rows(5)
+    rows[1].mask[rows[1].spans[0].start] = 0
+    before = weights(t)
+    with pytest.raises(InvariantError, match=r"1 rows were rejected, 0 are allowed .*row r1/n0, turn n0"):
+        t.step(rows, "k-0")
+    assert_close(before, weights(t), atol=0, rtol=0)
+
+
+def test_a_packer_that_is_off_by_one_is_caught_and_trains_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def off_by_one(trained, bounds):  # type: ignore[no-untyped-def]
+        sampled = np.flatnonzero(trained)
+        return sampled, sampled
+
+    monkeypatch.setattr(packing, "loss_terms", off_by_one)
+    t, rows = trainer(max_rejected_rows=99), random_rows(6)
+    before = weights(t)
+    report = t.step(rows, "k-0")
+    assert set(report.states.values()) == {RowState.REJECTED} and not report.updated
+    assert "loss terms are not at the row's trained tokens" in next(iter(report.reasons.values()))
+    assert_close(before, weights(t), atol=0, rtol=0)
+
+
+def test_the_proof_is_of_the_packed_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows arrive whole and are mixed up in packing: only the packed check can see it."""
+    real = step_module.pack_rows
+
+    def swaps_two_rows(rows, chosen, budget, weights, current):  # type: ignore[no-untyped-def]
+        packs = real(rows, chosen, budget, weights, current)
+        for pack in packs:
+            pack.rows.reverse()
+        return packs
+
+    monkeypatch.setattr(step_module, "pack_rows", swaps_two_rows)
+    rows = random_rows(7, rollouts=4)
+    report = trainer(max_rejected_rows=99, micro_batch_tokens=4096).step(rows, "k-0")
+    assert list(report.states.values()).count(RowState.REJECTED) == 4
+
+
+def test_b12_ratio_and_gap_are_zero_on_policy_at_any_temperature() -> None:
+    t, rows = trainer(), random_rows(8)
+    for row in rows:
+        row.temperature = 0.6
+    metrics = t.step(sampled_by(t.policy, rows), "k-0").metrics
+    assert metrics["logprob_gap/max"] < 1e-5 and metrics["logprob_gap/kl"] < 1e-9 and metrics["ratio"] == pytest.approx(1)
+    assert metrics["clip_ratio"] == 0 and metrics["capped_ratio"] == 0
+
+
+def test_d19_fresh_and_older_tokens_are_measured_apart() -> None:
+    t = trainer()
+    fresh = sampled_by(t.policy, random_rows(9, version="k-4"))
+    older = random_rows(10, version="k-2")
+    for i, row in enumerate(older):
+        row.row_id, row.rollout_id, row.group_id = f"old{i}", f"old{i}", "old"
+    metrics = t.step([*fresh, *older], "k-4").metrics
+    assert metrics["logprob_gap/max"] < 1e-5 < 0.1 < metrics["logprob_drift/mean"]
+    assert metrics["logprob_gap/tokens"] == sum(row.trained.sum() for row in fresh)
+    assert metrics["logprob_drift/over_10_percent"] > 0.5
+    assert metrics["staleness/max"] == 2 and 0 < metrics["staleness/mean"] < 2
+
+
+def test_d18_capped_tokens_are_counted() -> None:
+    t = trainer()
+    rows = sampled_by(t.policy, random_rows(11, rollouts=1))
+    at = rows[0].spans[0].start
+    rows[0].logprobs[at] = -30.0
+    (row,) = rows
+    part = slice(row.spans[0].start, row.spans[0].end)
+    from capture_proxy.trace import hash_sample
+
+    object.__setattr__(row.spans[0], "sample_hash", hash_sample(row.ids[part], row.logprobs[part], row.mask[part]))
+    metrics = t.step(rows, "k-0").metrics
+    assert metrics["capped_ratio"] == pytest.approx(1 / row.trained.sum())
+    assert math.isfinite(metrics["grad_norm"]) and math.isfinite(metrics["loss"])
+
+
+def test_d16_metrics_do_not_depend_on_the_order_of_micro_batches() -> None:
+    rows = random_rows(12)
+    rows[0].stale[rows[0].spans[0].start : rows[0].spans[-1].end] = 1
+    size = max(len(row) for row in rows)
+    a = trainer(micro_batch_tokens=size).step(rows, "k-0").metrics
+    b = trainer(micro_batch_tokens=size).step(rows[::-1], "k-0").metrics
+    for name in a:
+        if not name.startswith(("seconds/", "tokens_per_second")):
+            assert a[name] == pytest.approx(b[name], rel=1e-4, abs=1e-6), name
+
+
+def test_g13_a_gradient_that_is_not_finite_changes_nothing_and_is_reported() -> None:
+    t = trainer(max_skipped_steps=1)
+    rows = random_rows(13)
+    rows[0].advantage = 1e38
+    rows[1].advantage = -1e38
+    before, updates = weights(t), t.updates
+    report = t.step(rows, "k-0")
+    assert not report.updated and report.metrics["updates_skipped"] == 1 and t.updates == updates
+    assert set(report.states.values()) == {RowState.REJECTED} and "not finite" in next(iter(report.reasons.values()))
+    assert_close(before, weights(t), atol=0, rtol=0)
+    with pytest.raises(LearnerError, match="2 steps in a row"):
+        t.step(rows, "k-0")
+
+
+def test_minibatches_are_optimizer_steps_against_the_policy_at_the_start() -> None:
+    t = trainer(minibatches=2, epsilon_low=0.01, epsilon_high=0.01, learning_rate=5e-2)
+    metrics = t.step(sampled_by(t.policy, random_rows(14)), "k-0").metrics
+    assert t.updates == 2 and metrics["updates"] == 2
+    assert metrics["clip_ratio"] > 0  # the second minibatch has moved away from pi_old
+    assert metrics["logprob_gap/max"] < 1e-5  # measured at the start of the batch
+
+
+def test_learning_rate_zero_runs_everything_and_moves_nothing() -> None:
+    t = trainer(learning_rate=0.0)
+    before = weights(t)
+    report = t.step(random_rows(15), "k-0")
+    assert report.updated and report.metrics["grad_norm"] > 0
+    assert_close(before, weights(t), atol=0, rtol=0)
+
+
+def test_warm_up_then_constant() -> None:
+    t = trainer(learning_rate=1.0, warmup_steps=4)
+    seen = []
+    for t.updates in range(6):
+        seen.append(t.learning_rate())
+    assert seen == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+
+
+def test_sft_trains_rows_without_advantage_and_makes_them_likelier() -> None:
+    t = trainer(objective="sft", learning_rate=3e-3)
+    rows = random_rows(16)
+    for row in rows:
+        row.advantage = 0.0
+    losses = [t.step(rows, "k-0").metrics["loss"] for _ in range(6)]
+    assert losses[-1] < losses[0] - 0.1
+    expected = np.mean(np.concatenate([row_logprobs(t.policy.model, row.ids.tolist())[np.flatnonzero(row.trained) - 1] for row in rows]))
+    assert t.step(rows, "k-0").metrics["loss"] == pytest.approx(-expected, rel=1e-4)
+
+
+def test_grpo_moves_probability_with_the_advantage() -> None:
+    t = trainer(learning_rate=1e-3)
+    rows = sampled_by(t.policy, random_rows(17))
+
+    def mean_logprob(row: Row) -> float:
+        return float(row_logprobs(t.policy.model, row.ids.tolist())[np.flatnonzero(row.trained) - 1].mean())
+
+    before = [mean_logprob(row) for row in rows]
+    t.step(rows, "k-0")
+    gain = [(mean_logprob(row) - b) * row.advantage for row, b in zip(rows, before, strict=True)]
+    assert sum(gain) > 0
+
+
+def test_a_row_twice_in_a_batch_is_refused() -> None:
+    rows = random_rows(18)
+    with pytest.raises(InvariantError, match="twice"):
+        trainer().step([*rows, rows[0]], "k-0")
