@@ -64,10 +64,10 @@ def resolve_inputs(
     if factory is None:
         if config.tasks.train is None:
             raise UserError("tasks.train: name the folder of training tasks")
-        factory = harbor_factory(config, config.tasks.train)
+        factory = HarborSessionFactory.from_config(config, config.tasks.train)
     if reward_function is None and config.reward.function is not None:
         reward_function = load_reward_function(config.reward.function)
-    eval_factory = harbor_factory(config, config.tasks.eval) if config.tasks.eval is not None else None
+    eval_factory = HarborSessionFactory.from_config(config, config.tasks.eval) if config.tasks.eval is not None else None
     return Inputs(
         factory=factory,
         rows=rows if rows is not None else factory.prompt_rows(),
@@ -75,16 +75,6 @@ def resolve_inputs(
         eval_rows=eval_factory.prompt_rows() if eval_factory else [],
         reward_function=reward_function,
         model_path=Path(resolve_model(config.model.name)),
-    )
-
-
-def harbor_factory(config: RunConfig, split: Path) -> SessionFactory:
-    return HarborSessionFactory(
-        split=split,
-        harness=config.harness.name,
-        sandbox=config.sandbox.kind,
-        agent_config=config.harness.config,
-        model_class=config.harness.model_class,
     )
 
 

@@ -88,6 +88,8 @@ class RolloutRunner:
             try:
                 await session.run()
                 outcome = session.outcome()
+                if self.reward_function is None:
+                    session.verify()  # says why, where the verdict is not valid
                 return outcome, await score(outcome, self.reward_function)
             finally:
                 await session.close()

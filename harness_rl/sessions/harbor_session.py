@@ -1,0 +1,210 @@
+"""Harbor trials as sessions, in this process: the unmodified agent in a local sandbox, all its model calls through the capture proxy.
+
+The capture session is sealed when the agent has ended and before anything is graded, so nothing that grading does can be captured; the
+agent's processes are killed and the verifier's folders emptied at the same point, so nothing that the agent left can touch the verdict.
+However a session ends, its sandbox is gone and its capture session sealed when `run()` returns or raises, also by cancellation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import socket
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import asdict
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from capture_proxy.client import CreatedSession, ProxyError, handoff_listener
+from capture_proxy.reasons import Reason
+
+from harness_rl.errors import Cause
+from harness_rl.sessions.base import HarnessRolloutOutcome, RolloutFailure, SessionServices, VerifyResult
+from harness_rl.sessions.causes import TrialFacts, classify, facts_of
+from harness_rl.sessions.harbor_trial import TrialRun, TrialSpec, uninterrupted
+from harness_rl.sessions.outcome import build_outcome, rollout_record, write_record
+from harness_rl.sessions.verdict import judge
+
+if TYPE_CHECKING:
+    from capture_proxy.trace import TrainingTrace
+
+    from harness_rl.sandboxes.bubblewrap import Verification
+
+logger = logging.getLogger(__name__)
+
+SandboxHooks = Callable[..., AbstractContextManager[Any]]
+"""`sandbox_hooks(on_listener=...)`: tells the sandbox that is made inside the block who takes over its one open port."""
+TRIAL_FOLDER = "trial"
+"""Harbor's own folder of the trial, inside the rollout's folder."""
+
+
+class HarborSession:
+    """One trial and its capture session. Made by `HarborSessionFactory.create` (harbor.py)."""
+
+    def __init__(
+        self, spec: TrialSpec, capture: CreatedSession, services: SessionServices, about: dict[str, Any], hooks: SandboxHooks
+    ) -> None:
+        self.spec = spec
+        self.capture = capture
+        self._services = services
+        self._about = about
+        """What the rollout's record says of its origin: task, seed, harness."""
+        self._trial = TrialRun(spec, self._agent_ended, partial(hooks, on_listener=self._hand_over))
+        self._seal_grace_s = services.config.rollout.seal_grace_s
+        self._left: list[Verification] = []
+        """What the agent of each step left running or planted where only the verifier may write."""
+        self._status: dict[str, Any] | None = None
+        self._endpoint: dict[str, Any] | None = None
+        """State of the engines, asked where the agent left a call without an answer: was there nobody to give one?"""
+        self._trace: TrainingTrace | None = None
+        self._trace_failure: RolloutFailure | None = None
+        self._failure: RolloutFailure | None = None
+        self._verdict: VerifyResult | RolloutFailure | None = None
+        self._facts: TrialFacts | None = None
+        self._seal_lock = asyncio.Lock()
+        self._settling: asyncio.Task[None] | None = None
+        self._closing: asyncio.Task[None] | None = None
+
+    async def run(self) -> None:
+        """Raises RolloutFailure when the rollout did not run or was not captured; a missing verdict is `verify`'s to raise."""
+        started = time.monotonic()
+        try:
+            # What an attempt of the same name left when it was killed must not be taken for this one's.
+            await asyncio.to_thread(shutil.rmtree, self.spec.trials_dir, ignore_errors=True)
+            await self._trial.run()
+        except RolloutFailure as failure:
+            self._failure = failure
+        except asyncio.CancelledError:
+            self._failure = RolloutFailure(Cause.CANCELLED, f"stopped during {self._trial.phase}")
+            raise
+        finally:
+            self._about["wall_s"] = round(time.monotonic() - started, 3)
+            await uninterrupted(self._settle())
+        if self._failure is not None:
+            raise self._failure
+
+    def fetch_training_trace(self) -> TrainingTrace:
+        """The sealed trace. Raises RolloutFailure where there is none."""
+        if self._trace is None:
+            raise self._trace_failure or RolloutFailure(Cause.CAPTURE, "the session has not run")
+        return self._trace
+
+    def verify(self, transcript: list[dict[str, Any]] | None = None) -> VerifyResult:
+        """The verdict that Harbor's verifier gave during `run` (the transcript is not consulted). Raises RolloutFailure."""
+        verdict = self._verdict or self._failure or RolloutFailure(Cause.VERIFIER, "the session has not run")
+        if isinstance(verdict, RolloutFailure):
+            raise verdict
+        return verdict
+
+    def outcome(self) -> HarnessRolloutOutcome:
+        """Trace and verdict; `env_reward` is None where there is no valid verdict. Raises RolloutFailure without a trace."""
+        trace = self.fetch_training_trace()
+        verdict = self._verdict if isinstance(self._verdict, VerifyResult) else VerifyResult(env_reward=None)
+        outcome = build_outcome(trace, verdict, self._facts or TrialFacts())
+        outcome.metrics["tampered"] = float(any(found.tampered for found in self._left))
+        return outcome
+
+    async def close(self) -> None:
+        """Stop what still runs and delete the capture session. Idempotent; ends within a few times `sandbox.stop_timeout_s`."""
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close(), name=f"close {self.spec.name}")
+        await uninterrupted(_join(self._closing))
+
+    async def _close(self) -> None:
+        await self._trial.halt()
+        await self._settle()
+        try:
+            async with asyncio.timeout(self.spec.stop_timeout_s):
+                await self._services.proxy.delete(self.capture.session_id)
+        except (ProxyError, TimeoutError) as error:
+            if getattr(error, "status", None) != 404:
+                logger.warning("session %s: its capture session was not deleted: %s", self.spec.name, error or type(error).__name__)
+
+    async def _hand_over(self, sock: socket.socket) -> None:
+        """Give the listener that the sandbox opened to the proxy, for this session alone; our copy is closed once it is not in use."""
+        services = self._services
+        with sock:
+            await uninterrupted(handoff_listener(services.handoff_socket, services.proxy.admin_key, self.capture.session_id, sock))
+
+    async def _agent_ended(self, environment: Any, last: bool) -> None:
+        """Between agent and grading. Never raises: a failure here ends the trial with its own name instead of becoming one of Harbor's."""
+        try:
+            async with asyncio.timeout(self.spec.stop_timeout_s):
+                found = await environment.before_verification(keep_services=self.spec.keep_services)
+        except (OSError, RuntimeError) as error:  # TimeoutError is an OSError, the sandbox's errors are RuntimeErrors
+            self._trial.abort(RolloutFailure(Cause.SANDBOX_LOST, f"before grading: {type(error).__name__}: {error}"))
+        else:
+            self._left.append(found)
+        if last:
+            await self._seal()
+            if self._trace_failure is not None:
+                self._trial.abort(self._trace_failure)
+
+    async def _seal(self) -> None:
+        """Close the capture session and fetch its trace. Once; a failure is kept, not raised."""
+        async with self._seal_lock:
+            if self._trace is not None or self._trace_failure is not None:
+                return
+            proxy, session_id = self._services.proxy, self.capture.session_id
+            try:
+                async with asyncio.timeout(self._seal_grace_s + self.spec.stop_timeout_s):
+                    status = self._status = await proxy.seal(session_id, grace_s=self._seal_grace_s)
+                    trace = await proxy.trace(session_id)
+                    if status["calls_by_reason"].get(Reason.ABANDONED):
+                        self._endpoint = await proxy.health()
+                if len(trace.turns) != status["turns"]:
+                    raise ValueError(f"it has {len(trace.turns)} turns, the sealed session {status['turns']}")
+            except (ProxyError, TimeoutError) as error:
+                self._trace_failure = RolloutFailure(Cause.CAPTURE, f"the trace could not be fetched: {error or type(error).__name__}")
+            except ValueError as error:
+                self._trace_failure = RolloutFailure(Cause.CAPTURE, f"the trace is not valid: {error}")
+            else:
+                self._trace = trace
+
+    async def _settle(self) -> None:
+        """Seal, judge and write the record; once, whoever asks first."""
+        if self._settling is None:
+            self._settling = asyncio.create_task(self._settled(), name=f"settle {self.spec.name}")
+        await _join(self._settling)
+
+    async def _settled(self) -> None:
+        await self._seal()
+        folder = self.spec.trials_dir
+        if self._trial.ended and self.spec.trial_dir.is_dir():
+            self.spec.trial_dir.rename(folder / TRIAL_FOLDER)
+        result = self._trial.result
+        if result is not None:
+            self._facts = facts_of(result, self._status or {}, len(self._trace.turns) if self._trace else 0, self._endpoint)
+            self._failure = self._failure or self._run_failure(self._facts)
+            if self._failure is None:
+                try:
+                    self._verdict = judge(self._facts, folder / TRIAL_FOLDER, self._trial.steps, self._services.config.reward.key)
+                except RolloutFailure as failure:
+                    self._verdict = failure
+        elif self._failure is None:
+            self._failure = RolloutFailure(Cause.CANCELLED, "closed before it ran")
+        try:
+            await asyncio.to_thread(write_record, folder, self._record(), self._trace)
+        except OSError as error:
+            self._failure = self._failure or RolloutFailure(Cause.INTERNAL, f"{folder}: the rollout's record could not be written: {error}")
+
+    def _run_failure(self, facts: TrialFacts) -> RolloutFailure | None:
+        """A sandbox or an agent that never came up explains a missing trace, not the other way round."""
+        if facts.agent_started and self._trace_failure is not None:
+            return self._trace_failure
+        return classify(facts)
+
+    def _record(self) -> dict[str, Any]:
+        failure = self._failure or (self._verdict if isinstance(self._verdict, RolloutFailure) else None)
+        outcome = self.outcome() if self._trace is not None else None
+        about = {**self._about, "left_by_agent": [asdict(found) for found in self._left]}
+        return rollout_record(about, outcome, failure, result=self._trial.result, status=self._status)
+
+
+async def _join(task: asyncio.Task[None]) -> None:
+    """Wait for a task that others may wait for too: a cancelled waiter does not cancel it."""
+    await asyncio.wait({task})
+    task.result()

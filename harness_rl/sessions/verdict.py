@@ -1,0 +1,88 @@
+"""The verdict of a finished trial, from the product's own record of that trial and nothing else.
+
+Harbor's reading and our reading of the raw reward files must agree. A verifier that could not do its work (its own script lacked a tool,
+its own download failed) has not measured the rollout: that is an error, not a 0.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from harness_rl.errors import Cause
+from harness_rl.sessions.base import RolloutFailure, VerifyResult
+from harness_rl.sessions.causes import TrialFacts, verdict_failure
+from harness_rl.sessions.rewards import RewardError, choose_reward, read_rewards
+
+STDOUT_NAME = "test-stdout.txt"
+_MAX_OUTPUT = 1 << 20
+
+# Only lines that the verifier's own script (below /tests) or its downloader writes; words that the agent's work may print do not count.
+_NEVER_RAN = (
+    re.compile(r"^/tests/[^\s:]+: (?:line \d+: |\d+: )?(?P<what>[^\s:]+: (?:command )?not found)$", re.MULTILINE),
+    re.compile(r"^bash: (?P<what>/tests/\S+: .*(?:not found|No such file or directory))$", re.MULTILINE),
+    re.compile(r"^(?P<what>curl: \((?:6|7|28|35)\) .*)$", re.MULTILINE),
+    re.compile(r"^(?P<what>wget: unable to resolve host address .*)$", re.MULTILINE),
+    re.compile(r"^(?P<what>E: (?:Unable to locate package|Failed to fetch|Unable to fetch) .*)$", re.MULTILINE),
+)
+
+
+def judge(facts: TrialFacts, trial_dir: Path, steps: list[str], key: str) -> VerifyResult:
+    """The verdict of a trial. `steps` names the graded steps of a multi-step task. Raises RolloutFailure(VERIFIER)."""
+    folders = [trial_dir / "steps" / step / "verifier" for step in steps] or [trial_dir / "verifier"]
+    failure = verdict_failure(facts)
+    if failure:
+        raise _explained(failure, folders)
+    try:
+        readings = [read_rewards(folder) for folder in folders]
+        if not steps:
+            _agree(facts.rewards or {}, readings[0])
+        reward, metrics = choose_reward({name: float(value) for name, value in (facts.rewards or {}).items()}, key)
+    except RewardError as error:
+        raise RolloutFailure(Cause.VERIFIER, str(error)) from None
+    if reward == 0:
+        for folder in folders:
+            if missing := tests_never_ran(_output(folder)):
+                raise RolloutFailure(Cause.VERIFIER, f"the tests never ran: {missing}")
+    return VerifyResult(env_reward=reward, metrics=metrics, artifacts=_artifacts(folders, trial_dir))
+
+
+def tests_never_ran(output: str) -> str | None:
+    """The line of the verifier's output that shows that its own script or download failed, or None."""
+    for pattern in _NEVER_RAN:
+        if match := pattern.search(output):
+            return match.group("what")[:200]
+    return None
+
+
+def _agree(harbor: Mapping[str, float], ours: Mapping[str, float]) -> None:
+    if harbor.keys() != ours.keys() or any(float(harbor[name]) != ours[name] for name in ours):
+        raise RewardError(f"two readings of the reward file differ: {dict(harbor)} and {dict(ours)}")
+
+
+def _explained(failure: RolloutFailure, folders: list[Path]) -> RolloutFailure:
+    """The same failure with what the files and the output tell beyond Harbor's words."""
+    notes: list[str] = []
+    for folder in folders:
+        try:
+            read_rewards(folder)
+        except RewardError as error:
+            notes.append(str(error))
+        if missing := tests_never_ran(_output(folder)):
+            notes.append(missing)
+    return RolloutFailure(failure.cause, "; ".join([failure.message, *notes]))
+
+
+def _output(folder: Path) -> str:
+    path = folder / STDOUT_NAME
+    if path.is_symlink() or not path.is_file():
+        return ""
+    with path.open("rb") as file:
+        return file.read(_MAX_OUTPUT).decode(errors="replace")
+
+
+def _artifacts(folders: list[Path], trial_dir: Path) -> dict[str, str]:
+    """Name in the trial's folder → path, of the plain files that the verifier left."""
+    files = (path for folder in folders for path in sorted(folder.iterdir()) if path.is_file() and not path.is_symlink())
+    return {path.relative_to(trial_dir).as_posix(): str(path) for path in files}
