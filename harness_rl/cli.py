@@ -232,11 +232,9 @@ def _agents_build(options: argparse.Namespace) -> int:
 
 
 def _tasks_check(options: argparse.Namespace) -> int:
-    from rich.console import Console
+    from harness_rl.tasks.check import check_command
 
-    from harness_rl.tasks.check import CheckSpec, run
-
-    return run(options.path, CheckSpec(concurrency=options.concurrency), options.json, Console())
+    return check_command(options.path, concurrency=options.concurrency, as_json=options.json)
 
 
 def _tasks_quickstart(options: argparse.Namespace) -> int:

@@ -41,7 +41,7 @@ def write_audit(path: Path, rows: Sequence[tuple[Row, PackedRow]]) -> None:
     arrays: dict[str, NDArray[Any]] = {}
     facts = []
     for index, (row, packed) in enumerate(rows):
-        found: dict[str, NDArray[Any]] = {"ids": packed.ids, "predicts": packed.predicts, "targets": packed.targets, "behaviour": packed.behaviour}
+        found: dict[str, NDArray[Any]] = {name: getattr(packed, name) for name in _ARRAYS if name != "stale_positions"}
         found["stale_positions"] = np.flatnonzero((row.mask == 1) & (row.stale == 1))
         arrays |= {f"{index}/{name}": array for name, array in found.items()}
         versions = [list(version) for span in row.spans for version in span.versions]

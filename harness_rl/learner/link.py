@@ -298,7 +298,8 @@ class ControlLink:
             raise LinkError(f"control went away while {type_!r} was sent: {error}") from None
 
     def wait_for(self, types: set[str], timeout: float) -> Message:
-        """Raises LinkError when none of `types` comes in `timeout` seconds, or for a message that is none of them, a batch or a stop."""
+        """Raises LinkError when none of `types` comes in `timeout` seconds, or for a message that is none of them and cannot wait (a batch,
+        a resync and a stop can)."""
         deadline = time.monotonic() + timeout
         while True:
             if self.stopping is not None and "stop" in types:
@@ -310,7 +311,7 @@ class ControlLink:
                 self.stopping = message
             elif message.type in types:
                 return message
-            elif message.type == "batch" and len(self._pending) < CREDIT:
+            elif message.type in ("batch", "resync") and len(self._pending) < CREDIT + 1:
                 self._pending.append(message)  # came early, on credit
             else:
                 raise LinkError(f"unexpected {message.type!r} from control while waiting for {' or '.join(sorted(types))}")

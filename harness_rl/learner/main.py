@@ -84,9 +84,12 @@ class Learner:
         self.link.send("pull", credit=CREDIT)
         while True:
             began = time.perf_counter()
-            message = self.link.wait_for({"batch", "stop"}, self.spec.batch_timeout_s)
+            message = self.link.wait_for({"batch", "resync", "stop"}, self.spec.batch_timeout_s)
             if message.type == "stop":
                 break
+            if message.type == "resync":
+                self._push_weights([])
+                continue
             waited = time.perf_counter() - began
             self.link.send("pull", credit=1)
             self._take_step(message, waited)

@@ -85,6 +85,10 @@ class LearnerProcess:
                 case _:
                     return message
 
+    async def resync(self) -> None:
+        """Ask for the present weights to be pushed again: the engine has lost them."""
+        await self.link.send("resync")
+
     async def stop(self, *, save: bool, timeout: float) -> Message | None:
         """Ask it to end (with a last checkpoint if `save`), then make sure. Returns the last checkpoint message if there was one."""
         checkpoint: Message | None = None

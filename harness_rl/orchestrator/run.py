@@ -191,7 +191,7 @@ class TrainingRun:
         try:
             async with asyncio.TaskGroup() as tasks:
                 background = [tasks.create_task(self.generation.produce()), tasks.create_task(self._feed(learner))]
-                background += [tasks.create_task(self._watch_idle()), tasks.create_task(self.services.watch())]
+                background += [tasks.create_task(self._watch_idle()), tasks.create_task(self.services.watch(learner.resync))]
                 await self._record(learner)
                 for task in background:
                     task.cancel()

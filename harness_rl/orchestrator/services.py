@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 from harness_rl.config import RunConfig
 from harness_rl.engines.environment import torch_python
 from harness_rl.engines.vllm import Engine, connect, launch
-from harness_rl.errors import EngineError, HarnessRLError
+from harness_rl.errors import HarnessRLError
 from harness_rl.metrics import RunState
 from harness_rl.orchestrator.proxy_process import ProxyProcess, start_proxy
 from harness_rl.sandboxes.reaper import audit, reap
@@ -74,14 +74,19 @@ class Services:
             config=self.config,
         )
 
-    async def watch(self) -> None:
-        """Returns never; raises when the proxy or the engine has died."""
+    async def watch(self, resync: Callable[[], Awaitable[None]]) -> None:
+        """Returns never. A dead engine is started again (`engine.max_restarts` times) while the proxy holds the agents' calls; `resync`
+        then asks the learner to push its weights, and the proof of that push releases the calls. Raises when nothing is left to try."""
         while True:
             if not self.proxy.child.alive:
                 raise HarnessRLError(f"the capture proxy died: {self.proxy.child.last_words()} (log: {self.proxy.child.log_path})")
             if not self.engine.alive:
-                self.state.engine = "stopped"
-                raise EngineError(f"the engine died: {self.engine.last_words()}")
+                self.state.say(f"the engine died ({self.engine.last_words()}); starting it again")
+                self.state.engine, self.state.holding = "restarting", True
+                await self.proxy.client.hold("engine restart", self.config.engine.start_timeout_s)
+                await self.engine.restart()
+                self.state.engine = "ready"
+                await resync()
             await asyncio.sleep(1.0)
 
 

@@ -42,6 +42,18 @@ class EngineClient:
         self.url, self.model = url.rstrip("/"), model
         self._http = httpx.Client(base_url=self.url, timeout=timeout_s, trust_env=False)
 
+    def wait_healthy(self) -> None:
+        """Wait, at most one call's deadline, for a server that is being started again."""
+        deadline = time.monotonic() + float(self._http.timeout.read or 0)
+        while True:
+            try:
+                self._call("GET", "/health")
+                return
+            except SyncFailed:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(1.0)
+
     def world_size(self) -> int:
         return int(self._json("GET", "/get_world_size", params={"include_dp": "true"})["world_size"])
 
@@ -134,18 +146,21 @@ class SyncReport:
 
 
 class WeightSync:
-    """Brings every engine to the learner's weights and proves it. Connects on first use."""
+    """Brings every engine to the learner's weights and proves it. Connects on first use, and again after an engine was restarted."""
 
     def __init__(self, engines: Sequence[EngineClient], sender: WeightSender, probe: LogprobProbe, score: Score) -> None:
         self._engines, self._sender, self._probe, self._score = engines, sender, probe, score
-        self._connected = False
+        self._version: str | None = None
+        """What the engines were last brought to; None before the first sync."""
 
     def sync(self, version: str, prompts: list[NDArray[np.int32]]) -> SyncReport:
         """Raises SyncFailed or WeightProofFailed; then no engine samples on."""
         clock: dict[str, float] = {}
-        if not self._connected:
+        self._everywhere("health", lambda engine: engine.wait_healthy())
+        if self._version is None or set(self._everywhere("version", lambda engine: engine.version())) != {self._version}:
+            # First use, or an engine was started anew: what it was connected with died with it.
+            self._sender.close()
             self._sender.connect(self._engines)
-            self._connected = True
         stop_began = time.perf_counter()
         with _timed(clock, "pause"):
             self._everywhere("pause", lambda engine: engine.pause())
@@ -158,6 +173,7 @@ class WeightSync:
             self._everywhere("reset_prefix_cache", lambda engine: engine.reset_prefix_cache())
             self._everywhere("resume", lambda engine: engine.resume())
         clock["stopped"] = time.perf_counter() - stop_began
+        self._version = version
         with _timed(clock, "probe"):
             proof = self.prove(version, prompts)
         return SyncReport(version, proof, clock)

@@ -21,7 +21,7 @@ from harness_rl.errors import UserError
 
 DEFAULT_FOLDER = Path("examples/tasks/quickstart")
 SEED = 0
-TRAIN_TASKS = 56
+TRAIN_TASKS = 60
 HELDOUT_TASKS = 20
 IMAGE = "debian:bookworm-slim"
 
@@ -30,20 +30,16 @@ def _words(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
-# Common nouns that the quickstart model's tokenizer holds as one token each, so that commands stay short. One list per split.
+# Common words that the quickstart model's tokenizer holds as one token each, after a space and after a slash: commands stay short, and
+# names are copied whole. One list per split.
 TRAIN_WORDS = _words("""
-apple pear plum lemon mango grape peach cherry olive banana onion carrot potato tomato pepper garlic bean corn rice wheat sugar honey salt
-butter cheese bread milk cream coffee oak pine maple cedar birch willow palm fern moss rose lily grass leaf root lion tiger bear wolf fox
-deer horse sheep goat pig dog mouse rat rabbit bird eagle hawk owl duck river lake ocean island valley desert beach cliff cave stone
-rock sand clay iron gold silver copper steel sun moon star planet comet cloud rain snow storm wind red blue green yellow purple brown house
-castle tower bridge road garden farm market school church temple table chair lamp clock mirror window door king queen prince knight soldier
-drum flute violin piano guitar train ship boat truck bus plane
+apple bean corn rice wheat sugar salt bread milk pine rose grass leaf root lion bear wolf fox horse pig dog mouse rat bird owl river
+lake ocean stone rock sand clay iron gold sun moon star planet cloud rain snow storm wind red blue green yellow purple brown house
+castle tower bridge road farm market school church table chair clock window door king train ship boat bus plane
 """)
 HELDOUT_WORDS = _words("""
-berry orange barley tea seed branch flower tree forest cow goose crow fish whale shark seal crab frog snake turtle lizard spider ant bee
-butterfly mountain glass paper wood cotton silk wool leather thunder winter summer spring autumn morning night black white pink gray amber
-violet street museum station harbor key lock box basket bottle cup plate bowl spoon knife fork hammer nail rope ladder bucket brush needle
-button ring crown sailor pilot farmer baker doctor teacher writer painter trumpet harp bell rocket wheel engine anchor
+berry orange seed branch flower tree forest crow fish snake ant bee glass paper wood winter summer spring night black white gray amber
+street museum station key lock box cup plate nail bucket brush button ring doctor teacher writer bell wheel engine anchor
 """)
 
 
@@ -83,13 +79,12 @@ echo "$reward" > /logs/verifier/reward.txt
 """
 
 # The script runs where only the right file exists, with fresh content: printing the old content or making the wrong file does not pass.
-_RUNS = """\
+_READS = """\
 reads() {
   local dir probe output
   [ -f "/app/$1" ] && [ ! -L "/app/$1" ] || return 1
   dir=$(mktemp -d) && probe="probe $RANDOM$RANDOM" && echo "$probe" > "$dir/$2" && cp "/app/$1" "$dir/" || return 1
-  output=$(cd "$dir" && timeout -k 1 5 bash "$1" < /dev/null 2> /dev/null) || return 1
-  [ "$output" = "$probe" ]
+  output=$(cd "$dir" && timeout -k 1 5 bash "$1" < /dev/null 2>&1) && [ "$output" = "$probe" ]
 }
 """
 
@@ -131,23 +126,9 @@ def _write(rng: random.Random, words: Sequence[str]) -> Draft:
         slug=f"write-{word}-{name}",
         instruction=f"Write {word} to {name}.txt.",
         files={f"{other}.txt": _lines([other])},
-        solution=f"echo {word} > {name}.txt",
+        solution=f"printf {word} > {name}.txt",
         goal=f"{name}.txt holds the word {word} and nothing else",
         check=f'[ "$(text /app/{name}.txt)" = {word} ]',
-    )
-
-
-def _append(rng: random.Random, words: Sequence[str]) -> Draft:
-    word, name, *old = rng.sample(words, rng.randint(4, 6))
-    return Draft(
-        family="write",
-        slug=f"append-{word}-{name}",
-        instruction=f"Append {word} to {name}.txt.",
-        files={f"{name}.txt": _lines(old)},
-        solution=f"echo {word} >> {name}.txt",
-        goal=f"{name}.txt holds its old lines and then the line {word}",
-        check=f"same /app/{name}.txt",
-        expected=_lines([*old, word]),
     )
 
 
@@ -208,10 +189,10 @@ def _sort(rng: random.Random, words: Sequence[str]) -> Draft:
 
 
 def _fix(rng: random.Random, words: Sequence[str]) -> Draft:
-    script, right, wrong, *content = rng.sample(words, 5)
+    wrong, right, script, *content = rng.sample(words, 5)
     return Draft(
         family="fix",
-        slug=f"fix-{script}-{right}-{wrong}",
+        slug=f"fix-{wrong}-{right}-{script}",
         instruction=f"Replace {wrong} with {right} in the failing {script}.sh.",
         files={f"{script}.sh": f"#!/bin/bash\nset -e\ncat {wrong}.txt\n", f"{right}.txt": _lines(content)},
         solution=f"sed -i s/{wrong}/{right}/ {script}.sh",
@@ -220,7 +201,7 @@ def _fix(rng: random.Random, words: Sequence[str]) -> Draft:
     )
 
 
-KINDS: tuple[Callable[[random.Random, Sequence[str]], Draft], ...] = (_write, _append, _move, _count, _upper, _sort, _fix)
+KINDS: tuple[Callable[[random.Random, Sequence[str]], Draft], ...] = (_write, _move, _count, _upper, _sort, _fix)
 
 
 def draft_split(words: Sequence[str], count: int, seed: str) -> list[Draft]:
@@ -235,7 +216,7 @@ def draft_split(words: Sequence[str], count: int, seed: str) -> list[Draft]:
 
 def write_task(draft: Draft, folder: Path) -> None:
     """Write one Harbor task to `folder`, which must not exist and names the task."""
-    helper = _RUNS if "reads " in draft.check else ""
+    helper = _READS if "reads " in draft.check else ""
     texts = {
         "instruction.md": draft.instruction + "\n",
         "task.toml": _TOML.format(name=folder.name, description=draft.instruction, family=draft.family, image=IMAGE),

@@ -39,6 +39,9 @@ class FakeEngine:
         route = getattr(self, "on_" + path.strip("/").replace("/", "_").replace("v1_", ""), None)
         return (404, {"detail": "Not Found"}) if route is None else route(body)
 
+    def on_health(self, _: Any) -> tuple[int, Any]:
+        return 200, {}
+
     def on_get_world_size(self, _: Any) -> tuple[int, Any]:
         return 200, {"world_size": 1}
 

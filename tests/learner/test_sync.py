@@ -69,9 +69,22 @@ def test_every_sync_proves_the_weights_it_sent(rig: Rig) -> None:
     assert set(report.seconds) == {"pause", "transfer", "finish", "stopped", "probe"}
 
 
+def test_an_engine_that_was_started_again_is_joined_anew_and_gets_the_present_weights(rig: Rig) -> None:
+    rig.sync.sync("k-0", PROMPTS)
+    rig.perturb()
+    rig.sync.sync("k-1", PROMPTS)
+    fresh = new_engine()
+    rig.engine.model, rig.engine.head, rig.engine.weight_version = fresh.model, fresh.head, "default"
+    rig.engine.group = rig.engine.store = None
+    report = rig.sync.sync("k-1", PROMPTS)
+    assert report.proof.ok and rig.engine.weight_version == "k-1"
+    assert [call.split("?")[0] for call in rig.engine.calls].count("init_weight_transfer_engine") == 2
+
+
 def test_e12_order_of_the_control_calls(rig: Rig) -> None:
     rig.sync.sync("k-0", PROMPTS)
     assert rig.engine.calls == [
+        "health",
         "get_world_size?include_dp=true",
         "init_weight_transfer_engine",
         "pause?mode=keep&clear_cache=true",
@@ -158,8 +171,8 @@ def test_a_receiver_that_hangs_hits_the_deadline() -> None:
 
 
 def test_an_engine_that_is_gone_is_named() -> None:
-    sync = Rig(tiny_policy(), [], ["http://127.0.0.1:9"]).sync
-    with pytest.raises(SyncFailed, match=r"127\.0\.0\.1:9/get_world_size"):
+    sync = Rig(tiny_policy(), [], ["http://127.0.0.1:9"], timeout_s=2.0).sync
+    with pytest.raises(SyncFailed, match=r"127\.0\.0\.1:9/health"):
         sync.sync("k-0", PROMPTS)
 
 

@@ -61,9 +61,9 @@ def test_every_family_is_in_both_splits_and_evenly_in_any_beginning_of_a_list(ta
     for split in ("train", "heldout"):
         listed = list_tasks(tasks / split)
         assert {task.metadata["family"] for task in listed} == {"write", "move", "count", "transform", "fix"}
-        for count in (7, 16, 20):
+        for count in (6, 16, 20):
             kinds = Counter(task.name.split("-")[1] for task in listed[:count])
-            assert len(kinds) == 7
+            assert len(kinds) == 6
             assert max(kinds.values()) - min(kinds.values()) <= 1
 
 
@@ -99,7 +99,7 @@ def task_of(tasks: Path, kind: str) -> Path:
     return next(path for path in sorted((tasks / "train").iterdir()) if path.name.split("-")[1] == kind)
 
 
-KINDS = ("write", "append", "move", "count", "upper", "sort", "fix")
+KINDS = ("write", "move", "count", "upper", "sort", "fix")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -125,10 +125,6 @@ CASES = [
     ("write", "echo {0}s > {1}.txt", "0"),
     ("write", "echo {0} > {1}", "0"),
     ("write", "echo {0} > x && ln -s x {1}.txt", "0"),
-    ("append", "sed -i '$a {0}' {1}.txt", "1"),
-    ("append", "echo {0} > {1}.txt", "0"),
-    ("append", "sed -i '1i {0}' {1}.txt", "0"),
-    ("append", "echo {0} >> {1}.txt; echo {0} >> {1}.txt", "0"),
     ("move", "cat {0}.txt > {1}.txt && rm {0}.txt", "1"),
     ("move", "cp {0}.txt {1}.txt", "0"),
     ("move", "rm {0}.txt && touch {1}.txt", "0"),
@@ -143,11 +139,12 @@ CASES = [
     ("sort", "cat {0}.txt | sort -o {1}.txt", "1"),
     ("sort", "cp {0}.txt {1}.txt", "0"),
     ("sort", "sort {0}.txt | paste -sd ' ' > {1}.txt", "0"),
-    ("fix", "echo cat {1}.txt > {0}.sh", "1"),
-    ("fix", "cp {1}.txt {2}.txt", "0"),
-    ("fix", "echo echo $(cat {1}.txt) > {0}.sh", "0"),
-    ("fix", "echo 'cat {1}.txt; exit 3' > {0}.sh", "0"),
-    ("fix", "echo 'cat {1}.txt {1}.txt' > {0}.sh", "0"),
+    ("fix", "echo cat {1}.txt > {2}.sh", "1"),
+    ("fix", "cp {1}.txt {0}.txt", "0"),
+    ("fix", "echo echo $(cat {1}.txt) > {2}.sh", "0"),
+    ("fix", "echo 'cat {1}.txt; exit 3' > {2}.sh", "0"),
+    ("fix", "echo 'cat {1}.txt {1}.txt' > {2}.sh", "0"),
+    ("fix", "echo 'cat {0}.txt; cat {1}.txt' > {2}.sh", "0"),
 ]
 
 
@@ -159,5 +156,5 @@ def test_a_verifier_sees_the_outcome_only(tasks: Path, tmp_path: Path, kind: str
 
 def test_a_hanging_script_ends_and_earns_0(tasks: Path, tmp_path: Path) -> None:
     task = task_of(tasks, "fix")
-    script = task.name.split("-")[2]
+    script = task.name.split("-")[4]
     assert grade(task, tmp_path, f"echo 'sleep 60' > {script}.sh") == "0"

@@ -1,0 +1,57 @@
+# Nothing else to type: `make quickstart` and `make test` do all set-up by themselves and keep what they build.
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+CONFIG ?= examples/configs/quickstart.toml
+MODEL ?= smollm2-135m
+AGENT ?= mini-swe-agent
+TASKS := examples/tasks/quickstart
+ARGS ?=
+RL := .venv/bin/harness-rl
+
+.PHONY: help setup prepare quickstart test test-full accept lint bench lock clean distclean
+
+help: ## this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup: ## the Debian packages and both environments, if they are missing
+	@scripts/setup.sh debian control torch
+
+prepare: setup .make/tasks ## setup, the model, the sandbox's root file system, the agent's layer, the tasks
+	@$(RL) models fetch $(MODEL) >/dev/null
+	@$(RL) agents build $(AGENT) >/dev/null
+
+.make/tasks: harness_rl/tasks/quickstart.py | setup
+	@$(RL) tasks quickstart $(TASKS)
+	@touch $@
+
+quickstart: prepare ## the main job: a real model gets better inside a real agent (ARGS="--set run.short=true" for the short form)
+	$(RL) warmup $(CONFIG) $(ARGS)
+	$(RL) train $(CONFIG) $(ARGS)
+
+test: prepare ## the tests, both environments
+	@scripts/test.sh -m "not full" $(ARGS)
+
+test-full: prepare ## the tests with the long matrices
+	@scripts/test.sh $(ARGS)
+
+accept: prepare ## the learning runs and their controls (hours)
+	.venv/bin/python tests/accept/quickstart.py $(ARGS)
+
+lint: setup ## style and types
+	.venv/bin/ruff check .
+	.venv/bin/mypy
+
+bench: prepare ## thread shares of engine and learner on this machine
+	.venv/bin/python -m harness_rl.bench.threads $$($(RL) models fetch $(MODEL)) tests/reports/threads.md $(ARGS)
+
+lock: setup ## write requirements/*.lock from the present environments
+	@scripts/lock.sh
+
+clean: ## caches of the tools and build leftovers
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
+	find harness_rl proxy tests examples -name __pycache__ -prune -exec rm -rf {} +
+
+distclean: clean ## clean, and the environments
+	rm -rf .venv .venv-torch .make

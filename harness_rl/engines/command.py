@@ -1,0 +1,67 @@
+"""vLLM's command line and environment for a run: pure functions of the config, the model and the machine.
+
+Invariant: whatever the device, a served token is sampled from the temperature-scaled model distribution and nothing else, and its logprob
+is of that distribution (`processed_logprobs`; the model folder's own sampling defaults are switched off).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from harness_rl.config import EngineSection
+from harness_rl.threads import openmp_env, thread_plan
+
+Device = Literal["cpu", "cuda"]
+
+
+def engine_command(section: EngineSection, device: Device, python: Path, model: Path, served_model: str, port: int) -> list[str]:
+    """argv of `vllm serve`. `section.extra_args` come last, so that they win."""
+    argv = [
+        *(str(python), "-m", "vllm.entrypoints.cli.main", "serve", str(model)),
+        *("--served-model-name", served_model),
+        *("--host", section.host, "--port", str(port)),
+        *("--dtype", dtype(section, device)),
+        *("--max-model-len", str(section.max_model_len)),
+        *("--max-num-seqs", str(section.max_num_seqs)),
+        *("--enable-auto-tool-choice", "--tool-call-parser", section.tool_call_parser),
+        *("--logprobs-mode", "processed_logprobs"),
+        *("--generation-config", "vllm"),
+        "--enable-prompt-tokens-details",
+        "--enable-scale-out",
+        "--disable-uvicorn-access-log",
+    ]
+    if section.reasoning_parser:
+        argv += ["--reasoning-parser", section.reasoning_parser]
+    if section.expose_dev:
+        argv += ["--weight-transfer-config", json.dumps({"backend": "gloo" if device == "cpu" else "nccl"})]
+    if device == "cpu":
+        # Compiling costs a minute of start-up and gains little at this size.
+        argv += ["--enforce-eager", "--kv-cache-memory-bytes", str(int(section.kv_cache_gib * (1 << 30)))]
+    else:
+        argv += ["--gpu-memory-utilization", str(section.gpu_memory_fraction)]
+    return argv + section.extra_args
+
+
+def dtype(section: EngineSection, device: Device) -> str:
+    """float32 on a CPU: there the learner's forward and the engine's agree to 1e-5, which the weight proof relies on."""
+    if section.dtype != "auto":
+        return section.dtype
+    return "float32" if device == "cpu" else "bfloat16"
+
+
+def engine_environment(section: EngineSection, device: Device, python: Path, base: Mapping[str, str]) -> dict[str, str]:
+    """`base` without our own secrets, plus what vLLM needs."""
+    env = {key: value for key, value in base.items() if not key.startswith("HARNESS_RL_")}
+    env |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    for name in ("VLLM_SERVER_DEV_MODE", "VLLM_CPU_KVCACHE_SPACE"):
+        env.pop(name, None)
+    if section.expose_dev:
+        env["VLLM_SERVER_DEV_MODE"] = "1"
+    if device == "cpu":
+        # vLLM's own binding reserves a core and pins its worker to the first one, which leaves half of a two-core machine idle.
+        env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        env |= openmp_env(python, section.threads or thread_plan().engine)
+    return env

@@ -1,0 +1,76 @@
+"""The flags and the environment: pure functions, checked by table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from harness_rl.config import EngineSection
+from harness_rl.engines.command import Device, engine_command, engine_environment
+from harness_rl.engines.logs import last_error
+
+PYTHON = Path("/env/bin/python")
+
+
+def flags(section: EngineSection, device: Device) -> list[str]:
+    return engine_command(section, device, PYTHON, Path("/model"), "policy", 8100)
+
+
+def value(argv: list[str], flag: str) -> str:
+    return argv[argv.index(flag) + 1]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_sampling_is_the_models_own_distribution_on_every_device(device: Device) -> None:
+    argv = flags(EngineSection(), device)
+    assert value(argv, "--logprobs-mode") == "processed_logprobs"
+    assert value(argv, "--generation-config") == "vllm"
+    assert "--enable-scale-out" in argv and value(argv, "--host") == "127.0.0.1"
+
+
+def test_device_flags() -> None:
+    cpu, gpu = flags(EngineSection(), "cpu"), flags(EngineSection(), "cuda")
+    assert value(cpu, "--dtype") == "float32" and "--enforce-eager" in cpu and "--gpu-memory-utilization" not in cpu
+    assert value(gpu, "--dtype") == "bfloat16" and "--enforce-eager" not in gpu and value(gpu, "--gpu-memory-utilization") == "0.85"
+    assert value(flags(EngineSection(kv_cache_gib=0.5), "cpu"), "--kv-cache-memory-bytes") == str(1 << 29)
+    assert json.loads(value(cpu, "--weight-transfer-config")) == {"backend": "gloo"}
+    assert json.loads(value(gpu, "--weight-transfer-config")) == {"backend": "nccl"}
+
+
+def test_extra_arguments_win_and_weight_routes_can_be_off() -> None:
+    argv = flags(EngineSection(extra_args=["--dtype", "bfloat16"], expose_dev=False, reasoning_parser="qwen3"), "cpu")
+    assert argv[-2:] == ["--dtype", "bfloat16"] and "--weight-transfer-config" not in argv and value(argv, "--reasoning-parser") == "qwen3"
+
+
+def test_environment_has_no_secret_of_ours_and_no_binding() -> None:
+    base = {"HARNESS_RL_LINK_TOKEN": "x", "VLLM_SERVER_DEV_MODE": "1", "HOME": "/root"}
+    env = engine_environment(EngineSection(threads=3), "cpu", PYTHON, base)
+    assert "HARNESS_RL_LINK_TOKEN" not in env and env["HOME"] == "/root"
+    assert env["VLLM_CPU_OMP_THREADS_BIND"] == "nobind" and env["OMP_NUM_THREADS"] == "3"
+    assert "VLLM_SERVER_DEV_MODE" not in engine_environment(EngineSection(expose_dev=False), "cpu", PYTHON, base)
+    assert "OMP_NUM_THREADS" not in engine_environment(EngineSection(), "cuda", PYTHON, base)
+
+
+@pytest.mark.parametrize(
+    ("log", "line"),
+    [
+        ("", ""),
+        ("INFO: starting\n\n", "INFO: starting"),
+        ("pydantic_core.ValidationError: 1 validation error for Config\n  Value error, no such backend\n    For further information\n",
+         "pydantic_core.ValidationError: 1 validation error for Config Value error, no such backend"),
+        ("OSError: [Errno 98] Address already in use\nINFO: shutting down\n", "OSError: [Errno 98] Address already in use"),
+        ("usage: vllm serve\nvllm serve: error: unrecognized arguments: --nope\n", "vllm serve: error: unrecognized arguments: --nope"),
+        ("(Worker pid=3) torch.OutOfMemoryError: no room\n(APIServer pid=1) RuntimeError: Engine core initialization failed.\n",
+         "torch.OutOfMemoryError: no room"),
+    ],
+)  # fmt: skip
+def test_last_error(tmp_path: Path, log: str, line: str) -> None:
+    path = tmp_path / "engine.log"
+    path.write_text("ValueError: from an earlier start\n" + log)
+    assert last_error(path, len("ValueError: from an earlier start\n")) == line
+
+
+def test_no_log(tmp_path: Path) -> None:
+    assert last_error(tmp_path / "none.log") == ""
