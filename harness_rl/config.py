@@ -198,8 +198,10 @@ class WarmupSection(Section):
     learning_rate: float = Field(5e-5, gt=0)
     target_low: float = Field(0.25, ge=0, le=1)
     target_high: float = Field(0.5, ge=0, le=1)
-    check_every: int = Field(2, ge=1)
-    """Optimizer steps between measurements of success."""
+    check_from: int = Field(0, ge=0)
+    """Demonstrations before the first measurement of success."""
+    check_every: int = Field(1, ge=1)
+    """Optimizer steps between measurements."""
     check_tasks: int = Field(24, ge=1)
     """Rollouts per measurement."""
 

@@ -167,7 +167,7 @@ async def _train(
             while (message := await learner.next(timeout)).type != "result":
                 continue
             state.say(f"warm-up: {step * section.batch} demonstrations, loss {message['metrics'].get('loss', float('nan')):.3f}")
-            if step % section.check_every:
+            if step * section.batch < section.check_from or step % section.check_every:
                 continue
             success = await _measure(config, runner, rows, state, step)
             if success >= section.target_low:
