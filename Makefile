@@ -44,7 +44,7 @@ lint: setup ## style and types
 	.venv/bin/mypy
 
 bench: prepare ## thread shares of engine and learner on this machine
-	.venv/bin/python -m harness_rl.bench.threads $$($(RL) models fetch $(MODEL)) tests/reports/threads.md $(ARGS)
+	.venv/bin/python -m harness_rl.bench.threads $$($(RL) models fetch $(MODEL)) .make/threads.md $(ARGS)
 
 lock: setup ## write requirements/*.lock from the present environments
 	@scripts/lock.sh

@@ -91,9 +91,7 @@ def _cpu(environment: TorchEnvironment) -> list[Check]:
     cores, plan = usable_cores(), thread_plan()
     runtime = intel_openmp(environment.path)
     return [
-        Check(
-            "cores", True, f"{len(cores)}; engine {plan.engine} and learner {plan.learner} threads" + (", on cores of their own" * plan.pin)
-        ),
+        Check("cores", True, f"{len(cores)}; engine {plan.engine} and learner {plan.learner} threads"),
         Check(
             "OpenMP runtime",
             bool(runtime),

@@ -14,18 +14,10 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class ThreadPlan:
-    """OpenMP threads per process on a machine whose engine and learner both compute on the CPU."""
+    """OpenMP threads per process where engine and learner both compute on the CPU. Nothing is bound to a core: that only cost."""
 
     engine: int
     learner: int
-    pin: bool
-    """Bind the two to disjoint cores, engine first. Only where the shares add up to the cores."""
-
-    def engine_cores(self, cores: list[int]) -> list[int]:
-        return cores[: self.engine]
-
-    def learner_cores(self, cores: list[int]) -> list[int]:
-        return cores[-self.learner :]
 
 
 def usable_cores() -> list[int]:
@@ -34,17 +26,17 @@ def usable_cores() -> list[int]:
 
 
 def thread_plan(cores: int | None = None) -> ThreadPlan:
-    """The measured plan for `cores` (None: this machine's).
+    """The plan for `cores` (None: this machine's).
 
-    - 1 core: one thread each, nothing to share.
-    - 2 to 4 cores: see the report.
-    - more: disjoint halves, the larger one for the engine, which is busy all the time; beyond 16 threads a small batch gains nothing.
+    - 2 cores, measured: one thread for the engine, which decodes small batches and gains little from a second; two for the learner, which
+      has the machine to itself during a warm start. Two threads each is the worst choice with one runtime.
+    - more, by the same reasoning but not measured: half each; beyond 16 threads a small batch gains nothing.
     """
     count = cores or len(usable_cores())
     if count <= 2:
-        return ThreadPlan(engine=count, learner=count, pin=False)
-    engine = min((count + 1) // 2, 16)
-    return ThreadPlan(engine=engine, learner=min(count - engine, 32), pin=False)
+        return ThreadPlan(engine=1, learner=count)
+    engine = min(count // 2, 16)
+    return ThreadPlan(engine=engine, learner=min(count - engine, 32))
 
 
 def openmp_env(python: Path, threads: int) -> dict[str, str]:

@@ -60,7 +60,7 @@ def harness_rl(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tasks")
-    generate(folder, train_per_kind=1, heldout_per_kind=1)
+    generate(folder, train=6, heldout=6)
     return folder
 
 

@@ -9,7 +9,7 @@ import pytest
 from harness_rl.threads import openmp_env, thread_plan
 
 
-@pytest.mark.parametrize(("cores", "engine", "learner"), [(1, 1, 1), (2, 2, 2), (3, 2, 1), (4, 2, 2), (8, 4, 4), (64, 16, 32)])
+@pytest.mark.parametrize(("cores", "engine", "learner"), [(1, 1, 1), (2, 1, 2), (3, 1, 2), (4, 2, 2), (8, 4, 4), (64, 16, 32)])
 def test_plan(cores: int, engine: int, learner: int) -> None:
     plan = thread_plan(cores)
     assert (plan.engine, plan.learner) == (engine, learner)
