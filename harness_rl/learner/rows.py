@@ -14,9 +14,9 @@ from enum import StrEnum
 from typing import Any, Protocol
 
 import numpy as np
-from capture_proxy.trace import hash_ids, hash_sample
 from numpy.typing import NDArray
 
+from capture_proxy.trace import hash_ids, hash_sample
 from harness_rl.errors import InvariantError
 
 

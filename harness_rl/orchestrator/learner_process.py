@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import capture_proxy
-
 import harness_rl
 from harness_rl.errors import InvariantError, LearnerError
 from harness_rl.learner.link import TOKEN_ENV, LearnerLink, Message

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from capture_proxy.client import ProxyClient
-
 from harness_rl.config import ProxySection
 from harness_rl.errors import HarnessRLError, UserError
 from harness_rl.processes import Child, spawn

@@ -16,7 +16,6 @@ from harness_rl.errors import Cause, HarnessRLError
 if TYPE_CHECKING:
     from capture_proxy.client import ProxyClient
     from capture_proxy.trace import TrainingTrace
-
     from harness_rl.config import RunConfig
 
 

@@ -12,7 +12,6 @@ from datetime import datetime
 from typing import Any
 
 from capture_proxy.reasons import Reason
-
 from harness_rl.errors import Cause
 from harness_rl.sessions.base import RolloutFailure
 

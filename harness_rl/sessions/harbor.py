@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from capture_proxy.client import CreatedSession, ProxyClient, ProxyError
-
 from harness_rl.errors import Cause, UserError
 from harness_rl.sessions.base import RolloutFailure, SessionServices
 from harness_rl.tasks.load import TaskRef, list_tasks, read_task

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 from capture_proxy.client import CreatedSession, ProxyError, handoff_listener
 from capture_proxy.reasons import Reason
-
 from harness_rl.errors import Cause
 from harness_rl.sessions.base import HarnessRolloutOutcome, RolloutFailure, SessionServices, VerifyResult
 from harness_rl.sessions.causes import TrialFacts, classify, facts_of
@@ -30,7 +29,6 @@ from harness_rl.sessions.verdict import judge
 
 if TYPE_CHECKING:
     from capture_proxy.trace import TrainingTrace
-
     from harness_rl.sandboxes.bubblewrap import Verification
 
 logger = logging.getLogger(__name__)

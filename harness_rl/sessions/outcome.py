@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from capture_proxy.reasons import Reason
-
 from harness_rl.sessions.base import HarnessRolloutOutcome, RolloutFailure, StopReason, VerifyResult
 from harness_rl.sessions.causes import TrialFacts
 

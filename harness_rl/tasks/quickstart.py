@@ -78,13 +78,13 @@ mkdir -p /logs/verifier
 echo "$reward" > /logs/verifier/reward.txt
 """
 
-# The script runs where only the right file exists, with fresh content: printing the old content or making the wrong file does not pass.
-_READS = """\
-reads() {
+# The script runs where only the right file exists, with fresh content: printing the old content does not pass.
+_RUNS = """\
+runs() {
   local dir probe output
   [ -f "/app/$1" ] && [ ! -L "/app/$1" ] || return 1
-  dir=$(mktemp -d) && probe="probe $RANDOM$RANDOM" && echo "$probe" > "$dir/$2" && cp "/app/$1" "$dir/" || return 1
-  output=$(cd "$dir" && timeout -k 1 5 bash "$1" < /dev/null 2>&1) && [ "$output" = "$probe" ]
+  dir=$(mktemp -d) && probe="probe $RANDOM$RANDOM" && echo "$probe" > "$dir/$2" && cp -p "/app/$1" "$dir/" || return 1
+  output=$(cd "$dir" && timeout -k 1 5 "./$1" < /dev/null 2>&1) && [ "$output" = "$probe" ]
 }
 """
 
@@ -159,17 +159,18 @@ def _count(rng: random.Random, words: Sequence[str]) -> Draft:
     )
 
 
-def _upper(rng: random.Random, words: Sequence[str]) -> Draft:
+def _unique(rng: random.Random, words: Sequence[str]) -> Draft:
     source, target, *content = rng.sample(words, rng.randint(4, 6))
+    content.sort()  # so that `sort -u` is right, too
     return Draft(
         family="transform",
-        slug=f"upper-{source}-{target}",
-        instruction=f"Upper-case {source}.txt into {target}.txt.",
-        files={f"{source}.txt": _lines(content)},
-        solution=f"tr a-z A-Z < {source}.txt > {target}.txt",
-        goal=f"{target}.txt holds the lines of {source}.txt in upper case",
+        slug=f"uniq-{source}-{target}",
+        instruction=f"Uniq the lines of {source}.txt into {target}.txt.",
+        files={f"{source}.txt": _lines(word for index, word in enumerate(content) for _ in range(rng.randint(1, 3) if index else 2))},
+        solution=f"uniq {source}.txt > {target}.txt",
+        goal=f"{target}.txt holds each line of {source}.txt once",
         check=f"same /app/{target}.txt",
-        expected=_lines(content).upper(),
+        expected=_lines(content),
     )
 
 
@@ -189,19 +190,19 @@ def _sort(rng: random.Random, words: Sequence[str]) -> Draft:
 
 
 def _fix(rng: random.Random, words: Sequence[str]) -> Draft:
-    wrong, right, script, *content = rng.sample(words, 5)
+    script, data, *content = rng.sample(words, 4)
     return Draft(
         family="fix",
-        slug=f"fix-{wrong}-{right}-{script}",
-        instruction=f"Replace {wrong} with {right} in the failing {script}.sh.",
-        files={f"{script}.sh": f"#!/bin/bash\nset -e\ncat {wrong}.txt\n", f"{right}.txt": _lines(content)},
-        solution=f"sed -i s/{wrong}/{right}/ {script}.sh",
-        goal=f"{script}.sh prints {right}.txt and exits with 0",
-        check=f"reads {script}.sh {right}.txt",
+        slug=f"fix-{script}-{data}",
+        instruction=f"Make the failing {script}.sh executable.",
+        files={f"{script}.sh": f"#!/bin/bash\nset -e\ncat {data}.txt\n", f"{data}.txt": _lines(content)},
+        solution=f"chmod +x {script}.sh",
+        goal=f"{script}.sh can be run and prints {data}.txt",
+        check=f"runs {script}.sh {data}.txt",
     )
 
 
-KINDS: tuple[Callable[[random.Random, Sequence[str]], Draft], ...] = (_write, _move, _count, _upper, _sort, _fix)
+KINDS: tuple[Callable[[random.Random, Sequence[str]], Draft], ...] = (_write, _move, _count, _unique, _sort, _fix)
 
 
 def draft_split(words: Sequence[str], count: int, seed: str) -> list[Draft]:
@@ -216,7 +217,7 @@ def draft_split(words: Sequence[str], count: int, seed: str) -> list[Draft]:
 
 def write_task(draft: Draft, folder: Path) -> None:
     """Write one Harbor task to `folder`, which must not exist and names the task."""
-    helper = _READS if "reads " in draft.check else ""
+    helper = _RUNS if "runs " in draft.check else ""
     texts = {
         "instruction.md": draft.instruction + "\n",
         "task.toml": _TOML.format(name=folder.name, description=draft.instruction, family=draft.family, image=IMAGE),
@@ -230,8 +231,7 @@ def write_task(draft: Draft, folder: Path) -> None:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8", newline="\n")
-        if name.endswith(".sh"):
-            path.chmod(0o755)
+        path.chmod(0o755 if name in ("solution/solve.sh", "tests/test.sh") else 0o644)
 
 
 def generate(folder: Path, train: int = TRAIN_TASKS, heldout: int = HELDOUT_TASKS, seed: int = SEED) -> dict[str, int]:

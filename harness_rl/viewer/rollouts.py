@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from capture_proxy.trace import TrainingTrace
 from rich.table import Table
 
+from capture_proxy.trace import TrainingTrace
 from harness_rl.errors import UserError
 from harness_rl.sessions.outcome import OUTCOME_FILE, TRACE_FILE
 from harness_rl.viewer.text import UNKNOWN, number, printable

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from capture_proxy.trace import TrainingTrace, TrainingTurn
 from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
 
+from capture_proxy.trace import TrainingTrace, TrainingTurn
 from harness_rl.viewer.rollouts import RolloutSummary, find_rollout, list_rollouts, load_trace, rollouts_table
 from harness_rl.viewer.text import by_count, number, printable
 from harness_rl.viewer.tokens import Decoder, load_tokenizer, token_pieces

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from capture_proxy.records import trace_from_log
 from capture_proxy.store import read_log
-
 from harness_rl.learner.audit import AuditedRow, read_audit
 from harness_rl.learner.rows import build_rows
 from harness_rl.metrics import read_metrics

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from capture_proxy.trace import TrainingTrace, hash_ids, hash_sample
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from capture_proxy.trace import TrainingTrace, hash_ids, hash_sample
 from harness_rl.learner.policy import Policy
 from harness_rl.learner.rows import Row, build_rows
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from capture_proxy.trace import hash_ids
 from learner_helpers import conversation, random_rows, trace, turn
 
+from capture_proxy.trace import hash_ids
 from harness_rl.learner.packing import pack_rows, term_weights
 from harness_rl.learner.rows import (
     Row,

@@ -12,10 +12,10 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from capture_proxy.trace import hash_ids, hash_sample
 from learner_helpers import trace
 from vllm_server import make_tiny_model, vllm
 
+from capture_proxy.trace import hash_ids, hash_sample
 from harness_rl.learner.policy import Policy
 from harness_rl.learner.rows import build_rows
 from harness_rl.learner.spec import LearnerSpec

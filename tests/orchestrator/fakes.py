@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from capture_proxy.trace import TrainingTrace, hash_ids, hash_sample
-
 from harness_rl.sessions.base import HarnessRolloutOutcome, VerifyResult
 
 

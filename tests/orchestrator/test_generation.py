@@ -108,7 +108,7 @@ async def test_infrastructure_failures_are_retried_and_a_user_none_is_not(tmp_pa
             raise RolloutFailure(Cause.SANDBOX_START, "no mount")
         return await by_member(task, episode)
 
-    generation, factory = make(tmp_path, flaky, max_staleness=0)
+    generation, _ = make(tmp_path, flaky, max_staleness=0)
     async with producing(generation):
         batch = await asyncio.wait_for(generation.next_batch(), 5)
     assert [rollout.attempts for rollout in batch.groups[0].rollouts] == [2, 1]

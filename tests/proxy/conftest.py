@@ -11,14 +11,15 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
+from fake_engine import FakeEngine
+from proxy_helpers import ADMIN_KEY, Serve, Served
+
 from capture_proxy.admin import main_app
 from capture_proxy.app import Proxy
 from capture_proxy.auth import key_hash
 from capture_proxy.client import ProxyClient
 from capture_proxy.engine import Retry
 from capture_proxy.settings import Settings
-from fake_engine import FakeEngine
-from proxy_helpers import ADMIN_KEY, Serve, Served
 
 
 @pytest.fixture

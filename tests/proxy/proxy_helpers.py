@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
+from fake_engine import FakeEngine
+
 from capture_proxy.app import Proxy
 from capture_proxy.client import CreatedSession, ProxyClient
 from capture_proxy.trace import TrainingTrace, hash_ids, hash_sample
-from fake_engine import FakeEngine
 
 ADMIN_KEY = "test-admin-key-0123456789"
 BASH = {

@@ -7,13 +7,14 @@ import json
 from typing import Any
 
 import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from capture_proxy import delta
 from capture_proxy.graph import Turn, TurnGraph
 from capture_proxy.messages import chain_keys, context_key, message_key
 from capture_proxy.records import turn_from_record, turn_to_record
 from capture_proxy.store import Record
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 ids = st.lists(st.integers(0, 3), min_size=0, max_size=5)
 json_values = st.recursive(

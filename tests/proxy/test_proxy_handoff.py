@@ -10,10 +10,11 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from capture_proxy.client import ProxyError, handoff_listener
-from capture_proxy.handoff import HandoffServer
 from fake_engine import FakeEngine
 from proxy_helpers import ADMIN_KEY, BASH, USER, Agent, Served
+
+from capture_proxy.client import ProxyError, handoff_listener
+from capture_proxy.handoff import HandoffServer
 
 ASK = {"model": "m", "messages": USER, "tools": [BASH]}
 

@@ -6,9 +6,10 @@ import asyncio
 from typing import Any
 
 import pytest
-from capture_proxy.trace import TrainingTrace
 from fake_engine import FakeEngine
 from proxy_helpers import BASH, USER, Agent, Served, assert_engine_saw_the_rows, total
+
+from capture_proxy.trace import TrainingTrace
 
 RETRY = {"x-stainless-retry-count": "1"}
 

@@ -9,9 +9,10 @@ import time
 from typing import Any
 
 import pytest
-from capture_proxy.client import ProxyError
 from fake_engine import FakeEngine
 from proxy_helpers import ADMIN_KEY, BASH, USER, Agent, Serve, Served, until
+
+from capture_proxy.client import ProxyError
 
 ASK: dict[str, Any] = {"model": "m", "messages": USER, "tools": [BASH]}
 

@@ -8,9 +8,10 @@ import aiohttp
 import numpy as np
 import openai
 import pytest
+from proxy_helpers import BASH, USER, Serve, assert_chain, tool_result, total
+
 from capture_proxy.engine import Engine, Retry
 from capture_proxy.trace import TrainingTrace, hash_ids
-from proxy_helpers import BASH, USER, Serve, assert_chain, tool_result, total
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 

@@ -6,11 +6,12 @@ import json
 from typing import Any
 
 import pytest
+from fake_engine import END, FakeEngine
+from proxy_helpers import BASH, Served, assert_chain, assert_engine_saw_the_rows, tool_result, total
+
 from capture_proxy.client import CreatedSession
 from capture_proxy.records import trace_from_log
 from capture_proxy.trace import TrainingTrace
-from fake_engine import END, FakeEngine
-from proxy_helpers import BASH, Served, assert_chain, assert_engine_saw_the_rows, tool_result, total
 
 ODD_CALL = '<tool_call>{"name":"bash",  "arguments":{"command":"ls\\u0020-la"}}</tool_call>'
 

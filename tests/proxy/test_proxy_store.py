@@ -16,14 +16,15 @@ from typing import Any
 import aiohttp
 import numpy as np
 import pytest
-from capture_proxy import store as store_module
-from capture_proxy.client import ProxyClient
-from capture_proxy.records import trace_from_log
-from capture_proxy.store import Store, StoreError, read_log
 from fake_engine import FakeEngine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from proxy_helpers import ADMIN_KEY, BASH, USER, Agent, Serve, assert_chain, until
+
+from capture_proxy import store as store_module
+from capture_proxy.client import ProxyClient
+from capture_proxy.records import trace_from_log
+from capture_proxy.store import Store, StoreError, read_log
 
 ASK: dict[str, Any] = {"model": "m", "messages": USER, "tools": [BASH]}
 

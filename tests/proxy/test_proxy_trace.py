@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from capture_proxy import codec
-from capture_proxy.trace import TrainingTrace, TrainingTurn, hash_ids, hash_sample
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from capture_proxy import codec
+from capture_proxy.trace import TrainingTrace, TrainingTurn, hash_ids, hash_sample
 
 
 def turn(**changes: Any) -> dict[str, Any]:

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from capture_proxy.client import CreatedSession, ProxyError
-from capture_proxy.trace import TrainingTrace
 from harbor.agents.base import BaseAgent
 from harbor.agents.installed.base import NonZeroAgentExitCodeError
 from harbor.environments.base import BaseEnvironment, ExecResult
 from harbor.environments.capabilities import EnvironmentCapabilities, EnvironmentResourceCapabilities
 
+from capture_proxy.client import CreatedSession, ProxyError
+from capture_proxy.trace import TrainingTrace
 from harness_rl.config import RunConfig
 from harness_rl.sandboxes.bubblewrap import Verification
 from harness_rl.sessions.base import SessionServices

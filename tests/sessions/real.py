@@ -16,8 +16,8 @@ from types import ModuleType
 from typing import Any
 
 import aiohttp
-from capture_proxy.client import ProxyClient
 
+from capture_proxy.client import ProxyClient
 from harness_rl.config import RunConfig
 from harness_rl.sessions.base import SessionServices
 from harness_rl.sessions.harbor import HarborSessionFactory

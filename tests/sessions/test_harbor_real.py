@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from capture_proxy.trace import TrainingTrace
 
+from capture_proxy.trace import TrainingTrace
 from harness_rl.errors import Cause
 from harness_rl.sandboxes.ledger import Ledger
 from harness_rl.sessions.base import RolloutFailure

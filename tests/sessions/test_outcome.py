@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from capture_proxy.trace import TrainingTrace
 
+from capture_proxy.trace import TrainingTrace
 from harness_rl.errors import Cause
 from harness_rl.sessions.base import RolloutFailure, VerifyResult
 from harness_rl.sessions.causes import TrialFacts

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from capture_proxy.client import ProxyError
-from capture_proxy.trace import TrainingTrace
 from harbor.environments.base import HealthcheckError
 from harbor.models.trial.config import TrialConfig
 
+from capture_proxy.client import ProxyError
+from capture_proxy.trace import TrainingTrace
 from harness_rl.errors import Cause
 from harness_rl.sessions.base import RolloutFailure
 from harness_rl.sessions.harbor import mint

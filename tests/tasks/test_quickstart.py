@@ -99,7 +99,7 @@ def task_of(tasks: Path, kind: str) -> Path:
     return next(path for path in sorted((tasks / "train").iterdir()) if path.name.split("-")[1] == kind)
 
 
-KINDS = ("write", "move", "count", "upper", "sort", "fix")
+KINDS = ("write", "move", "count", "uniq", "sort", "fix")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -133,18 +133,19 @@ CASES = [
     ("count", "wc -l {0}.txt > {1}.txt", "0"),
     ("count", "wc -w < {0}.txt | tr -d '\\n' > {1}.txt", "1"),
     ("count", "wc -c < {0}.txt > {1}.txt", "0"),
-    ("upper", "awk '{{print toupper($0)}}' {0}.txt > {1}.txt", "1"),
-    ("upper", "cp {0}.txt {1}.txt", "0"),
-    ("upper", "tr a-z A-Z < {0}.txt | head -n 1 > {1}.txt", "0"),
+    ("uniq", "sort -u {0}.txt > {1}.txt", "1"),
+    ("uniq", "cp {0}.txt {1}.txt", "0"),
+    ("uniq", "uniq {0}.txt | head -n 1 > {1}.txt", "0"),
     ("sort", "cat {0}.txt | sort -o {1}.txt", "1"),
     ("sort", "cp {0}.txt {1}.txt", "0"),
     ("sort", "sort {0}.txt | paste -sd ' ' > {1}.txt", "0"),
-    ("fix", "echo cat {1}.txt > {2}.sh", "1"),
-    ("fix", "cp {1}.txt {0}.txt", "0"),
-    ("fix", "echo echo $(cat {1}.txt) > {2}.sh", "0"),
-    ("fix", "echo 'cat {1}.txt; exit 3' > {2}.sh", "0"),
-    ("fix", "echo 'cat {1}.txt {1}.txt' > {2}.sh", "0"),
-    ("fix", "echo 'cat {0}.txt; cat {1}.txt' > {2}.sh", "0"),
+    ("fix", "chmod 755 {0}.sh", "1"),
+    ("fix", "printf '#!/bin/sh\\ncat {1}.txt\\n' > {0}.sh; chmod a+x {0}.sh", "1"),
+    ("fix", "chmod -x {0}.sh", "0"),
+    ("fix", "chmod +x {1}.txt", "0"),
+    ("fix", "printf '#!/bin/sh\\necho %s' $(head -n 1 {1}.txt) > {0}.sh; chmod +x {0}.sh", "0"),
+    ("fix", "echo 'cat {1}.txt; exit 3' > {0}.sh; chmod +x {0}.sh", "0"),
+    ("fix", "chmod +x {0}.sh; mv {0}.sh x; ln -s x {0}.sh", "0"),
 ]
 
 
@@ -156,5 +157,5 @@ def test_a_verifier_sees_the_outcome_only(tasks: Path, tmp_path: Path, kind: str
 
 def test_a_hanging_script_ends_and_earns_0(tasks: Path, tmp_path: Path) -> None:
     task = task_of(tasks, "fix")
-    script = task.name.split("-")[4]
-    assert grade(task, tmp_path, f"echo 'sleep 60' > {script}.sh") == "0"
+    script = task.name.split("-")[2]
+    assert grade(task, tmp_path, f"echo 'sleep 60' > {script}.sh; chmod +x {script}.sh") == "0"

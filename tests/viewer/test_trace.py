@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from capture_proxy.trace import TrainingTrace
 from rich.console import Console
 
+from capture_proxy.trace import TrainingTrace
 from harness_rl.errors import UserError
 from harness_rl.viewer.tokens import load_tokenizer, token_pieces
 from harness_rl.viewer.trace import CONTEXT, PROMPT, TRAINED, new_from, show_trace, turn_text
