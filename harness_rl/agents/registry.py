@@ -6,6 +6,7 @@ from importlib import import_module
 from pathlib import Path
 
 from harness_rl.agents.base import AgentSpec
+from harness_rl.errors import UserError
 from harness_rl.sandboxes.layers import ensure_layer
 from harness_rl.sandboxes.rootfs import Log
 
@@ -16,10 +17,15 @@ def names() -> list[str]:
     return sorted(_MODULES)
 
 
-def get(name: str) -> AgentSpec:
-    """Raises ValueError for an unknown harness."""
+def check_name(name: str) -> None:
+    """Raises UserError for an unknown harness."""
     if name not in _MODULES:
-        raise ValueError(f"unknown harness {name!r} (have {', '.join(names())})")
+        raise UserError(f"unknown harness {name!r}; known: {', '.join(names())}")
+
+
+def get(name: str) -> AgentSpec:
+    """Raises UserError for an unknown harness."""
+    check_name(name)
     spec: AgentSpec = import_module(_MODULES[name]).SPEC
     return spec
 

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from rich.console import Console
 
+from harness_rl.agents.registry import check_name
 from harness_rl.config import RunConfig, to_toml
 from harness_rl.errors import UserError, first_error
 from harness_rl.metrics import RunState, read_metrics
@@ -62,6 +63,7 @@ def resolve_inputs(
 ) -> Inputs:
     """Raises UserError for the first thing that is missing."""
     if factory is None:
+        check_name(config.harness.name)
         if config.tasks.train is None:
             raise UserError("tasks.train: name the folder of training tasks")
         factory = HarborSessionFactory.from_config(config, config.tasks.train)

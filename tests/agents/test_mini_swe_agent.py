@@ -24,6 +24,7 @@ from mock_chat import SUBMIT, MockChat
 
 from harness_rl.agents.mini_swe_agent import LIGHT, LITELLM, SPEC, MiniSweAgent, _failure
 from harness_rl.agents.registry import build_agent, get, names
+from harness_rl.errors import UserError
 from harness_rl.sandboxes.hooks import sandbox_hooks
 from harness_rl.sandboxes.layers import layer_path
 
@@ -185,7 +186,7 @@ def test_bad_arguments_are_named(tmp_path: Path) -> None:
         agent(tmp_path, model_class="heavy")
     with pytest.raises(ValueError, match="config must be a mapping"):
         agent(tmp_path, config=["x"])
-    with pytest.raises(ValueError, match="unknown harness 'ghost'"):
+    with pytest.raises(UserError, match="unknown harness 'ghost'"):
         get("ghost")
     assert names() == ["mini-swe-agent"] and get("mini-swe-agent") is SPEC
 

@@ -1,0 +1,101 @@
+"""The command line as a person meets it: exit codes, one-line errors, and nothing slow before a mistake is found."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from harness_rl.cli import main
+from harness_rl.config import RunConfig, load_config, resolve_config, to_toml
+from harness_rl.errors import UserError
+from harness_rl.shortform import shorten
+from harness_rl.trainer import TRL_NAMES, AsyncGRPOConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    file = tmp_path / "config.toml"
+    file.write_text(f'[run]\ndir = "{tmp_path}/runs"\n[model]\nname = "{tmp_path}/no-model"\n')
+    return file
+
+
+def one_line(capsys: pytest.CaptureFixture[str]) -> str:
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1, error
+    assert error.startswith("harness-rl: ")
+    return error
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("run.stesp=3", "did you mean run.steps?"),
+        ("rnu.steps=3", "did you mean run?"),
+        ("run.steps=many", "run.steps"),
+        ("rollout.num_generations=1", "rollout.num_generations"),
+        ("nonsense", "section.key=value"),
+        ("warmup.target_low=0.9", "warmup.target_low must be below"),
+    ],
+)
+def test_a_wrong_setting_is_one_line_and_exit_2(config, capsys, setting, words):
+    assert main(["train", str(config), "--set", setting]) == 2
+    assert words in one_line(capsys)
+
+
+def test_a_missing_config_and_a_broken_one(tmp_path, capsys):
+    assert main(["train", str(tmp_path / "none.toml")]) == 2
+    assert "does not exist" in one_line(capsys)
+    (tmp_path / "broken.toml").write_text("[run\n")
+    assert main(["train", str(tmp_path / "broken.toml")]) == 2
+    assert "cannot be read" in one_line(capsys)
+
+
+def test_no_tasks_no_model_and_an_unknown_harness_are_the_users_mistakes(config, tmp_path, capsys):
+    assert main(["train", str(config)]) == 2
+    assert "tasks.train" in one_line(capsys)
+    (tmp_path / "empty").mkdir()
+    assert main(["train", str(config), "--set", f"tasks.train={tmp_path}/empty"]) == 2
+    assert "no task" in one_line(capsys)
+    assert main(["train", str(config), "--set", f"tasks.train={tmp_path}/empty", "--set", "harness.name=no-such-agent"]) == 2
+    one_line(capsys)
+    assert main(["agents", "build", "no-such-agent"]) == 2
+    assert "mini-swe-agent" in one_line(capsys)
+    assert main(["models", "fetch", "no-such-model"]) == 2
+    assert "smollm2-135m" in one_line(capsys)
+    assert main(["trace", str(tmp_path / "no-run")]) == 2
+    one_line(capsys)
+
+
+def test_dry_run_prints_a_config_that_reads_back_equal(config, capsys):
+    assert main(["train", str(config), "--dry-run", "--set", "run.steps=7", "--set", "engine.extra_args=['--a', 'b']"]) == 0
+    printed = resolve_config(tomllib.loads(capsys.readouterr().out), [], "printed")
+    assert (printed.run.steps, printed.engine.extra_args) == (7, ["--a", "b"])
+
+
+def test_the_quickstart_config_is_valid_and_its_short_form_only_smaller():
+    whole = load_config(ROOT / "examples/configs/quickstart.toml")
+    short = shorten(load_config(ROOT / "examples/configs/quickstart.toml", ["run.short=true"]))
+    assert shorten(whole) == whole
+    assert short.run.steps < whole.run.steps
+    assert (short.learner, short.sync, short.sandbox, short.harness) == (whole.learner, whole.sync, whole.sandbox, whole.harness)
+
+
+def test_every_trl_name_lands_on_a_field_of_the_one_config():
+    for target in TRL_NAMES.values():
+        section, key = target.split(".")
+        assert key in RunConfig.model_fields[section].annotation.model_fields
+
+
+def test_the_flat_view_and_the_file_give_the_same_config(tmp_path):
+    flat = AsyncGRPOConfig(output_dir="runs/a", max_steps=3, num_generations=4, epsilon=0.1, engine={"max_model_len": 512}).config
+    assert (flat.run.name, flat.run.steps, flat.rollout.num_generations, flat.engine.max_model_len) == ("a", 3, 4, 512)
+    assert flat.learner.epsilon_high == 0.1, "TRL: epsilon_high defaults to epsilon"
+    file = tmp_path / "flat.toml"
+    file.write_text(to_toml(flat))
+    assert load_config(file) == flat
+    with pytest.raises(UserError, match="did you mean 'num_generations'"):
+        AsyncGRPOConfig(num_generation=4)
