@@ -20,6 +20,7 @@ from typing import Any
 BACKEND = "gloo"
 STORE_PREFIX = "harness-rl-weights"
 DTYPES = ("float32", "bfloat16", "float16")
+WAKE_MS = 2
 
 
 def check_plan(names: Sequence[str], dtype_names: Sequence[str], shapes: Sequence[Sequence[int]], buckets: Sequence[int]) -> None:
@@ -66,8 +67,30 @@ def repair_tied_lm_head(model: Any) -> bool:
     return True
 
 
+def wait_without_spinning() -> bool:
+    """On CPU, let vLLM's engine process sleep while its worker computes; True where that was done now.
+
+    It waits for each forward pass in a loop of `sched_yield` for up to a second, which on two cores takes a core from the worker and the
+    learner (measured: 60 % of one). Its queue also wakes readers by a socket, but may lose a wake-up, so they look again every `WAKE_MS`.
+    """
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu() or SpinCondition.__init__.__defaults__ != (1,):
+        return False
+    SpinCondition.__init__.__defaults__ = (0,)
+    wait = SpinCondition.wait
+
+    def wait_briefly(self: Any, timeout_ms: int | None = None) -> None:
+        wait(self, WAKE_MS if timeout_ms is None else min(timeout_ms, WAKE_MS))
+
+    SpinCondition.wait = wait_briefly
+    return True
+
+
 def register() -> None:
     """Add the backend to vLLM's registry. Called again in the same process (vLLM loads its plugins more than once) it does nothing."""
+    wait_without_spinning()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     with suppress(ValueError):  # already registered
