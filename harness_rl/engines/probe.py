@@ -57,7 +57,8 @@ async def probe(url: str, *, ask_backend: bool = True, timeout_s: float = 60.0) 
 
     Raises EngineError when nothing answers or the server is no vLLM.
     """
-    async with httpx.AsyncClient(base_url=url, timeout=timeout_s) as client:
+    # A connection for each request: the server closes one after an answer of 500, which a reused one would find out too late.
+    async with httpx.AsyncClient(base_url=url, timeout=timeout_s, limits=httpx.Limits(max_keepalive_connections=0)) as client:
         try:
             models = await _json(client, "/v1/models")
             if not models or not models.get("data"):

@@ -194,7 +194,8 @@ def run_folder(config: RunConfig) -> Iterator[None]:
         raise UserError(f"run folder {folder} cannot be written: {error.strerror}; set run.dir to another place") from None
     handler = logging.FileHandler(folder / "logs" / "control.log")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    handler.addFilter(lambda record: not record.name.startswith("harbor."))  # in each rollout's own trial.log
+    # Harbor's lines are in each rollout's own trial.log, requests in the logs of the servers.
+    handler.addFilter(lambda record: not record.name.startswith(("harbor.", "httpx")))
     root = logging.getLogger()
     try:
         try:
