@@ -48,9 +48,9 @@ def group_members(pgid: int) -> list[int]:
     return found
 
 
-def own_groups() -> list[int]:
+def own_groups() -> set[int]:
     """Ids of the children that this process started; each leads a group."""
-    return [int(pid) for pid in Path("/proc/thread-self/children").read_text().split()]
+    return {int(pid) for pid in Path("/proc/thread-self/children").read_text().split()}
 
 
 def command_line(pid: int) -> str:
