@@ -1,5 +1,6 @@
-"""`run.short = true`: the same run, in the form that fits a continuous-integration machine. It changes sizes only, never what is done, and nothing
-of the warm start: both forms share it."""
+"""`run.short = true`: the same run, in the form that fits a continuous-integration machine. It changes sizes only, never what is done,
+and nothing of the warm start: both forms share it.
+"""
 
 from __future__ import annotations
 
