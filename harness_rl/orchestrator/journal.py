@@ -46,8 +46,6 @@ class RolloutState(StrEnum):
     SCORED = "scored"
     FAILED = "failed"
     """No reward; `cause` says why. A retry is a row of its own."""
-    ABANDONED = "abandoned"
-    """Its owner died while it ran."""
 
 
 class Journal:
@@ -140,14 +138,9 @@ class Journal:
         }
         return {name: dict(self._db.execute(query).fetchall()) for name, query in tables.items()}
 
-    def abandon_running(self) -> int:
-        """Mark what a dead owner left running. Returns how many rollouts."""
-        with self._transaction() as db:
-            left = db.execute(
-                "UPDATE rollouts SET state = ?, ended = ? WHERE state = ?", (RolloutState.ABANDONED, time.time(), RolloutState.RUNNING)
-            ).rowcount
-            db.execute(
-                "UPDATE groups SET state = ?, reason = 'abandoned', updated = ? WHERE state = ?",
-                (GroupState.DROPPED, time.time(), GroupState.RUNNING),
-            )
-        return left
+    def drop_running(self, reason: str) -> None:
+        """Groups that the end of the run left unfinished."""
+        self._db.execute(
+            "UPDATE groups SET state = ?, reason = ?, updated = ? WHERE state = ?",
+            (GroupState.DROPPED, reason, time.time(), GroupState.RUNNING),
+        )

@@ -98,6 +98,7 @@ class TrainingRun:
             if config.eval.at_start and self.eval_rows:
                 evaluations.append(await self._evaluate(runner, "start"))
             ended = await self._train(learner)
+            self.journal.drop_running("run_ended")
             if config.eval.at_end and self.eval_rows:
                 evaluations.append(await self._evaluate(runner, "end"))
             self.state.phase = "saving"

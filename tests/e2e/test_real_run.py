@@ -155,6 +155,7 @@ def test_the_run_is_accounted_for_and_left_nothing(finished_run):
         running = journal.execute("SELECT COUNT(*) FROM rollouts WHERE state = 'running'").fetchone()[0]
     assert states["durable"] == sum(line["rollout/groups_trained"] for line in lines)
     assert running == 0
+    assert "running" not in states
     assert (finished_run / "reward.png").stat().st_size > 10_000
     assert json.loads((finished_run / "checkpoints" / "step-3" / "config.json").read_text())["model_type"] == "llama"
     assert audit().total == 0

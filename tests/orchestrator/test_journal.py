@@ -26,10 +26,12 @@ def test_every_rollout_ends_in_one_state_and_causes_are_counted(journal):
         journal.open_rollout(f"g-{member}", "g", member, 0)
     journal.end_rollout("g-0", RolloutState.SCORED, reward=1.0, turns=2)
     journal.end_rollout("g-1", RolloutState.FAILED, cause=Cause.SANDBOX_START, message="no mount")
-    assert journal.abandon_running() == 1
+    journal.end_rollout("g-2", RolloutState.FAILED, cause=Cause.CANCELLED)
+    journal.drop_running("run_ended")
     counts = journal.counts()
-    assert counts["rollouts"] == {"scored": 1, "failed": 1, "abandoned": 1}
-    assert counts["causes"] == {"sandbox_start": 1}
+    assert counts["rollouts"] == {"scored": 1, "failed": 2}
+    assert counts["causes"] == {"sandbox_start": 1, "cancelled": 1}
+    assert counts["groups"] == {"dropped": 1}
 
 
 def test_what_was_written_survives_without_a_close(tmp_path):
