@@ -1,0 +1,62 @@
+"""What a warm start is made from, and when an old one is still good."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from harness_rl.config import RunConfig
+from harness_rl.errors import UserError
+from harness_rl.orchestrator.warmup import SUBMIT, _publish, read_warm_start, script_of, warm_start_path
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> Path:
+    folder = tmp_path / "task"
+    (folder / "solution").mkdir(parents=True)
+    (folder / "solution" / "solve.sh").write_text("#!/bin/bash\n# why\necho a > b.txt\n")
+    (folder / "instruction.md").write_text("Write a to b.txt.")
+    (folder / "task.toml").write_text("")
+    return folder
+
+
+def test_a_demonstration_is_the_solution_and_then_the_submission(task):
+    commands = [turn["tool_calls"][0]["arguments"]["command"] for turn in script_of(task)]
+    assert commands == ["echo a > b.txt", SUBMIT]
+    (task / "solution" / "solve.sh").write_text("#!/bin/bash\n")
+    with pytest.raises(UserError, match="holds no command"):
+        script_of(task)
+
+
+def test_a_warm_start_is_named_by_everything_it_depends_on(task, tmp_path, monkeypatch):
+    monkeypatch.setenv("HARNESS_RL_CACHE", str(tmp_path / "cache"))
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    rows = [{"prompt": "Write a to b.txt.", "task_path": str(task)}]
+    config = RunConfig()
+    names = {"before": warm_start_path(config, model, rows)}
+    assert (
+        warm_start_path(RunConfig.model_validate({"learner": {"learning_rate": 1.0}, "run": {"steps": 3}}), model, rows) == names["before"]
+    )
+    names["warm-up"] = warm_start_path(RunConfig.model_validate({"warmup": {"learning_rate": 1e-4}}), model, rows)
+    names["seed"] = warm_start_path(RunConfig.model_validate({"run": {"seed": 1}}), model, rows)
+    (task / "solution" / "solve.sh").write_text("echo c > b.txt\n")
+    names["solution"] = warm_start_path(config, model, rows)
+    (model / "config.json").write_text('{"a": 1}')
+    names["model"] = warm_start_path(config, model, rows)
+    assert len(set(names.values())) == len(names)
+
+
+def test_only_a_whole_warm_start_is_found(tmp_path):
+    checkpoint, target = tmp_path / "step-3", tmp_path / "warm"
+    checkpoint.mkdir()
+    for name in ("model.safetensors", "config.json", "optimizer.pt", "COMPLETE"):
+        (checkpoint / name).write_text(name)
+    assert read_warm_start(target) is None
+    _publish(checkpoint, target, {"success": 0.4, "demonstrations": 40})
+    found = read_warm_start(target)
+    assert found is not None
+    assert (found.success, found.demonstrations) == (0.4, 40)
+    assert sorted(path.name for path in target.iterdir()) == ["config.json", "model.safetensors", "warmup.json"]
