@@ -106,13 +106,15 @@ def _with_config(commands: Any, name: str, command: Command, help_text: str) -> 
     return parser
 
 
-def _load(options: argparse.Namespace, *, fresh: bool = True) -> RunConfig:
+def _load(options: argparse.Namespace, suffix: str = "", *, fresh: bool = True) -> RunConfig:
+    """The config of a command. `suffix` tells its run folder from that of training; `fresh` takes the next free name."""
     from harness_rl.config import load_config
     from harness_rl.shortform import shorten
 
     config = shorten(load_config(options.config, options.set))
     if getattr(options, "model", None):
         config.model.name = options.model
+    config.run.name += suffix
     if fresh:
         from harness_rl.orchestrator.main import free_name
 
@@ -137,8 +139,7 @@ def _train(options: argparse.Namespace) -> int:
 def _warmup(options: argparse.Namespace) -> int:
     from harness_rl.orchestrator.main import resolve_inputs, run_until_signal, warm_start_only
 
-    config = _load(options)
-    config.run.name = f"{config.run.name}-warmup"
+    config = _load(options, "-warmup")
     inputs = resolve_inputs(config)
     outcome = run_until_signal(lambda: warm_start_only(config, inputs), config.run.stop_grace_s)
     assert outcome.warm_start is not None
@@ -148,16 +149,19 @@ def _warmup(options: argparse.Namespace) -> int:
 
 
 def _eval(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from harness_rl.metrics import strict_json
     from harness_rl.orchestrator.main import evaluate_only, resolve_inputs, run_until_signal
 
-    config = _load(options)
-    config.run.name = f"{config.run.name}-eval"
+    config = _load(options, "-eval")
     inputs = resolve_inputs(config)
-    outcome = run_until_signal(lambda: evaluate_only(config, inputs), config.run.stop_grace_s)
+    console = Console(stderr=options.json)  # stdout is for the one JSON line alone
+    outcome = run_until_signal(lambda: evaluate_only(config, inputs, console=console), config.run.stop_grace_s)
     found = outcome.evaluation
     assert found is not None
     if options.json:
-        print(json.dumps(found.as_dict()))
+        print(json.dumps(strict_json(found.as_dict()), allow_nan=False))
     else:
         interval = f"{found.reward:.3f} [{found.low:.3f}, {found.high:.3f}]"
         print(f"reward {interval} over {found.tasks} tasks × {found.samples} samples, {found.unscored} unscored")
@@ -192,8 +196,7 @@ def _engine_serve(options: argparse.Namespace) -> int:
     from harness_rl.models import resolve_model
     from harness_rl.orchestrator.main import run_until_signal
 
-    config = _load(options, fresh=False)
-    config.run.name = f"{config.run.name}-engine"
+    config = _load(options, "-engine", fresh=False)
 
     async def serve() -> None:
         engine = await launch(config.engine, Path(resolve_model(config.model.name)), run_dir=config.run_dir, served_model="policy")
@@ -201,6 +204,7 @@ def _engine_serve(options: argparse.Namespace) -> int:
             print(f"engine ready: {engine.url}  (Ctrl-C stops it)", flush=True)
             while engine.alive:
                 await asyncio.sleep(1.0)
+            print(f"harness-rl: the engine died: {engine.last_words()}", file=sys.stderr)
         finally:
             await engine.stop()
 

@@ -33,7 +33,7 @@ class RunSection(Section):
     stop_grace_s: float = Field(30.0, gt=0)
     """On SIGINT or SIGTERM: seconds until what still runs is killed."""
     max_unscorable_steps: int = Field(3, ge=1)
-    """The run stops when so many steps' worth of rollouts in a row had no reward at all."""
+    """The run ends when so many rounds of groups in a row gave nothing to learn from: no reward, or one reward for all of a group."""
 
 
 class ModelSection(Section):
@@ -63,7 +63,6 @@ class EngineSection(Section):
     reasoning_parser: str | None = None
     extra_args: list[str] = []
     start_timeout_s: float = Field(600.0, gt=0)
-    request_timeout_s: float = Field(600.0, gt=0)
     max_restarts: int = Field(2, ge=0)
     expose_dev: bool = True
     """Start the weight routes. The proxy never exposes them to a sandbox."""
@@ -77,7 +76,6 @@ class ProxySection(Section):
     start_timeout_s: float = Field(30.0, gt=0)
     hold_timeout_s: float = Field(300.0, gt=0)
     """How long a weight update may hold new calls before the agents are told to retry."""
-    max_restarts: int = Field(3, ge=0)
 
 
 class HarnessSection(Section):

@@ -100,7 +100,7 @@ class MetricsLog:
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def write(self, line: Mapping[str, Any]) -> None:
-        text = json.dumps(_strict(dict(line)), allow_nan=False)
+        text = json.dumps(strict_json(dict(line)), allow_nan=False)
         with self._path.open("a") as file:
             file.write(text + "\n")
             file.flush()
@@ -144,12 +144,12 @@ def wilson_interval(successes: float, trials: int, z: float = 1.96) -> tuple[flo
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
-def _strict(value: Any) -> Any:
+def strict_json(value: Any) -> Any:
     """NaN and infinity as None: JSON has no word for them."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
-        return {key: _strict(item) for key, item in value.items()}
+        return {key: strict_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_strict(item) for item in value]
+        return [strict_json(item) for item in value]
     return value

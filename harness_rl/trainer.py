@@ -16,6 +16,7 @@ from harness_rl.errors import UserError
 from harness_rl.orchestrator.main import Outcome, free_name, resolve_inputs, run_until_signal, train
 from harness_rl.orchestrator.rewards import RewardFunction
 from harness_rl.sessions.base import SessionFactory
+from harness_rl.shortform import shorten
 
 TRL_NAMES = {
     "max_steps": "run.steps",
@@ -38,7 +39,6 @@ TRL_NAMES = {
     "token_budget": "learner.micro_batch_tokens",
     "vllm_server_base_url": "engine.url",
     "vllm_server_timeout": "engine.start_timeout_s",
-    "request_timeout": "engine.request_timeout_s",
     "weight_sync_timeout": "sync.timeout_s",
     "save_steps": "checkpoint.every",
     "save_total_limit": "checkpoint.keep",
@@ -88,7 +88,7 @@ class HarnessAsyncGRPOTrainer:
         rollout_reward_fn: RewardFunction | None = None,
     ) -> None:
         config = (args or AsyncGRPOConfig()).config
-        self.config = config.model_copy(update={"model": config.model.model_copy(update={"name": model})})
+        self.config = shorten(config.model_copy(update={"model": config.model.model_copy(update={"name": model})}))
         self._factory = harness_session_factory
         self._rows = None if train_dataset is None else [dict(row) for row in train_dataset]
         self._reward = rollout_reward_fn

@@ -68,8 +68,8 @@ class Assembler:
     considered: list[Group] = field(default_factory=list)
     idle_rounds: int = 0
     """Rounds in a row that reached the replacement bound without one usable group."""
-    last_idle: list[Group] = field(default_factory=list)
-    """The groups of the newest such round."""
+    _in_idle_rounds: int = 0
+    """How many of `considered` belong to rounds that ended without a batch; their rewards still count in the next step's."""
     row_counts: Counter[str] = field(default_factory=Counter)
     """See `build_rows`; over the whole run."""
 
@@ -85,15 +85,15 @@ class Assembler:
     def close(self) -> Batch | None:
         """The next batch, or None if more groups are needed."""
         full = len(self.ready) >= self.groups_per_step
-        exhausted = len(self.considered) >= self.bound
+        exhausted = len(self.considered) - self._in_idle_rounds >= self.bound
         if not full and not exhausted:
             return None
-        considered, self.considered = self.considered, []
         if not self.ready:
             self.idle_rounds += 1
-            self.last_idle = considered
+            self._in_idle_rounds = len(self.considered)
             return None
-        self.idle_rounds = 0
+        considered, self.considered = self.considered, []
+        self.idle_rounds = self._in_idle_rounds = 0
         groups, self.ready = self.ready[: self.groups_per_step], self.ready[self.groups_per_step :]
         rows = [row for group in groups for row in self._rows(group)]
         self.batches_closed += 1

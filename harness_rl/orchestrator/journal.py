@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from harness_rl.errors import UserError
+from harness_rl.metrics import strict_json
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -75,7 +76,7 @@ class Journal:
         self._db.execute("COMMIT")
 
     def set_meta(self, key: str, value: Any) -> None:
-        self._db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, json.dumps(value)))
+        self._db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, json.dumps(strict_json(value), allow_nan=False)))
 
     def meta(self, key: str) -> Any:
         found = self._db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()

@@ -12,7 +12,7 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ class LearnerProcess:
     hooks: SyncHooks
     link_dir: Path
     last_sync: SyncReport | None = None
-    checkpoints: list[Message] = field(default_factory=list)
+    last_checkpoint: Message | None = None
 
     async def next(self, timeout: float) -> Message:
         """The next `result` or `checkpoint` (or the start's first `sync_done`), with syncs served on the way.
@@ -81,6 +81,9 @@ class LearnerProcess:
                     raise LearnerError(
                         f"the learner went away: {message['reason']}: {self.child.last_words()} (log: {self.child.log_path})"
                     )
+                case "checkpoint":
+                    self.last_checkpoint = message
+                    return message
                 case _:
                     return message
 
@@ -88,22 +91,18 @@ class LearnerProcess:
         """Ask for the present weights to be pushed again: the engine has lost them."""
         await self.link.send("resync")
 
-    async def stop(self, *, save: bool, timeout: float) -> Message | None:
-        """Ask it to end (with a last checkpoint if `save`), then make sure. Returns the last checkpoint message if there was one."""
-        checkpoint: Message | None = None
+    async def stop(self, *, timeout: float) -> Message:
+        """Ask it to save and end, then make sure. Returns its last checkpoint message. Raises LearnerError with the learner's own cause."""
+        checkpoint = self.last_checkpoint
         try:
-            if self.link.connected:
-                await self.link.send("stop", save=save)
-                while True:
-                    message = await self.link.receive(timeout)
-                    if message.type == "checkpoint":
-                        checkpoint = message
-                    elif message.type in ("bye", "closed"):
-                        break
-        except LearnerError:
-            checkpoint = None
+            await self.link.send("stop", save=True)
+            while (message := await self.next(timeout)).type != "bye":
+                if message.type == "checkpoint":
+                    checkpoint = message
         finally:
             await self.close()
+        if checkpoint is None:
+            raise LearnerError(f"the learner ended without a checkpoint (log: {self.child.log_path})")
         return checkpoint
 
     async def close(self) -> None:

@@ -121,7 +121,7 @@ async def train(config: RunConfig, inputs: Inputs, *, console: Console | None = 
 
 
 async def warm_start_only(config: RunConfig, inputs: Inputs, *, console: Console | None = None) -> Outcome:
-    found = read_warm_start(warm_start_path(config, inputs.model_path, inputs.rows))
+    found = read_warm_start(warm_start_path(config, inputs.factory, inputs.model_path, inputs.rows))
     if found is not None:
         return Outcome(config.run_dir, warm_start=found)
     async with opened(config, console) as (state, journal), services(config, inputs.model_path, state) as running:
@@ -156,7 +156,7 @@ def _bind(running: Services, inputs: Inputs) -> None:
 
 
 async def _warm_start(config: RunConfig, running: Services, inputs: Inputs, journal: Journal, state: RunState) -> WarmStart:
-    found = read_warm_start(warm_start_path(config, inputs.model_path, inputs.rows))
+    found = read_warm_start(warm_start_path(config, inputs.factory, inputs.model_path, inputs.rows))
     if found is None:
         found = await warm_up(config, running, inputs.factory, inputs.rows, journal, state, inputs.model_path)
     state.say(f"warm start: success {found.success:.2f} after {found.demonstrations} demonstrations ({found.path})")

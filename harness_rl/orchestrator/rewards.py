@@ -55,8 +55,10 @@ def load_reward_function(spec: str) -> RewardFunction:
             loader.loader.exec_module(module)
         else:
             module = importlib.import_module(where)
-    except ImportError as error:
-        raise UserError(f"reward.function: {where} cannot be imported: {error}") from None
+    except UserError:
+        raise
+    except Exception as error:  # noqa: BLE001 - importing runs the user's code, which may raise anything
+        raise UserError(f"reward.function: {where} cannot be imported: {type(error).__name__}: {error}") from None
     function = getattr(module, name, None)
     if not callable(function):
         raise UserError(f"reward.function: {where} has no function {name}")

@@ -66,6 +66,7 @@ class TrainingRun:
     lineage: str = field(default_factory=lambda: secrets.token_hex(2))
     proven: set[str] = field(default_factory=set)
     """Policy versions whose weights the engine was shown to hold."""
+    _proofs: asyncio.Condition = field(default_factory=asyncio.Condition)
     _leased: dict[int, Batch] = field(default_factory=dict)
 
     async def run(self) -> RunResult:
@@ -92,7 +93,6 @@ class TrainingRun:
             run_dir=config.run_dir,
             timeout=config.learner.start_timeout_s,
         )
-        checkpoint: Message | None = None
         try:
             await self._first_sync(learner)
             if config.eval.at_start and self.eval_rows:
@@ -102,9 +102,7 @@ class TrainingRun:
             if config.eval.at_end and self.eval_rows:
                 evaluations.append(await self._evaluate(runner, "end"))
             self.state.phase = "saving"
-            checkpoint = await learner.stop(save=True, timeout=config.learner.step_timeout_s)
-            if checkpoint is None:
-                raise LearnerError(f"the learner ended without its last checkpoint (log: {learner.child.log_path})")
+            checkpoint = await learner.stop(timeout=config.learner.step_timeout_s)
             self._durable(checkpoint)
         finally:
             await learner.close()
@@ -157,11 +155,13 @@ class TrainingRun:
 
     async def _hold(self, version: str) -> None:
         self.state.learner, self.state.holding = "syncing", True
-        await self.services.proxy.client.hold(f"weights {version}", self.config.proxy.hold_timeout_s)
+        await self.services.hold(f"weights {version}", self.config.proxy.hold_timeout_s)
 
     async def _release(self, report: SyncReport) -> None:
-        self.proven.add(report.version)
-        await self.services.proxy.client.release(report.version)
+        await self.services.release(report.version)
+        async with self._proofs:
+            self.proven.add(report.version)
+            self._proofs.notify_all()
         self.state.version, self.state.holding, self.state.learner = report.version, False, "waiting"
         await self.generation.weights_are(parse_version(report.version)[1])
         proof, seconds = report.proof, sum(report.seconds.values())
@@ -193,13 +193,15 @@ class TrainingRun:
             async with asyncio.TaskGroup() as tasks:
                 background = [tasks.create_task(self.generation.produce()), tasks.create_task(self._feed(learner))]
                 background += [tasks.create_task(self._watch_idle()), tasks.create_task(self.services.watch(learner.resync))]
-                await self._record(learner)
+                await self._record(learner, self.config.run.steps)
                 for task in background:
                     task.cancel()
         except* _Solved:
             ended = "solved"
         except* HarnessRLError as group:
             raise first_error(group) from None
+        if self._leased:  # solved while the learner was at work: take its last results before anything else is asked of it
+            await self._record(learner, max(self._leased))
         return ended
 
     async def _feed(self, learner: LearnerProcess) -> None:
@@ -207,29 +209,27 @@ class TrainingRun:
         timeout = self.config.learner.step_timeout_s
         for _ in range(self.config.run.steps):
             batch = await self.generation.next_batch()
-            rows = [
-                row
-                for row in batch.rows
-                if self._admissible(row.row_id, {version for span in row.spans for version, _, _ in span.versions})
-            ]
-            for row in rows:
+            await self._wait_for_proof({version for row in batch.rows for span in row.spans for version, _, _ in span.versions})
+            for row in batch.rows:
                 mark_stale(row, batch.step - 1, self.config.rollout.max_staleness, {self.lineage: batch.step - 1})
             self._leased[batch.step] = batch
             self.journal.move_groups([group.group_id for group in batch.groups], GroupState.LEASED, step=batch.step)
-            await learner.link.send_batch(batch.step, rows, timeout)
+            await learner.link.send_batch(batch.step, batch.rows, timeout)
 
-    def _admissible(self, row_id: str, versions: set[str]) -> bool:
-        """False for rows sampled by weights nobody has proven; they can only come from before the first sync of this run."""
-        unproven = versions - self.proven
-        if unproven:
-            raise InvariantError(f"row {row_id} was sampled by {', '.join(sorted(unproven))}, which was never proven")
-        return True
+    async def _wait_for_proof(self, versions: set[str]) -> None:
+        """What in-flight calls sampled between an update and its proof trains only once the proof has passed (invariant 6)."""
+        try:
+            async with asyncio.timeout(self.config.sync.timeout_s), self._proofs:
+                await self._proofs.wait_for(lambda: versions <= self.proven)
+        except TimeoutError:
+            names = ", ".join(sorted(versions - self.proven))
+            raise InvariantError(f"rows were sampled by {names}, which was not proven in {self.config.sync.timeout_s:.0f} s") from None
 
-    async def _record(self, learner: LearnerProcess) -> None:
-        """Write down what the learner did, until the last step."""
+    async def _record(self, learner: LearnerProcess, last: int) -> None:
+        """Write down what the learner did, until step `last`."""
         timeout = self.config.learner.step_timeout_s
-        since, paced = time.monotonic(), 0.0
-        while self.state.step < self.config.run.steps:
+        since, paced = time.monotonic(), self.generation.seconds_paced
+        while self.state.step < last:
             message = await learner.next(timeout)
             if message.type == "checkpoint":
                 self._durable(message)
@@ -262,8 +262,8 @@ class TrainingRun:
         assembler, limit = self.generation.assembler, self.config.run.max_unscorable_steps
         while assembler.idle_rounds < limit:
             await asyncio.sleep(1.0)
-        rewards = [reward for group in assembler.last_idle for reward in group.rewards]
-        causes = Counter(cause for group in assembler.last_idle for rollout in group.rollouts for cause in rollout.causes)
+        rewards = [reward for group in assembler.considered for reward in group.rewards]
+        causes = Counter(cause for group in assembler.considered for rollout in group.rollouts for cause in rollout.causes)
         if not rewards:
             raise HarnessRLError(f"no rollout could be scored in {limit} steps' worth of work: {dict(causes)}; see rollouts/ of the run")
         if min(rewards) >= 1.0:

@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from capture_proxy.client import ProxyError
 from harness_rl.config import RunConfig
 from harness_rl.engines.environment import torch_python
 from harness_rl.engines.vllm import Engine, connect, launch
 from harness_rl.errors import HarnessRLError
 from harness_rl.metrics import RunState
 from harness_rl.orchestrator.proxy_process import ProxyProcess, start_proxy
+from harness_rl.sandboxes.preflight import refuse_unless_able
 from harness_rl.sandboxes.reaper import audit, reap
 from harness_rl.sessions.base import SessionServices
 from harness_rl.threads import learner_env, thread_plan
@@ -74,6 +76,23 @@ class Services:
             config=self.config,
         )
 
+    async def hold(self, reason: str, timeout_s: float) -> None:
+        """New agent calls wait at the proxy from here on."""
+        try:
+            await self.proxy.client.hold(reason, timeout_s)
+        except ProxyError as error:
+            raise HarnessRLError(self._proxy_failure(error)) from error
+
+    async def release(self, version: str) -> None:
+        """The held calls go on, under the weights of `version`."""
+        try:
+            await self.proxy.client.release(version)
+        except ProxyError as error:
+            raise HarnessRLError(self._proxy_failure(error)) from error
+
+    def _proxy_failure(self, error: ProxyError) -> str:
+        return f"the capture proxy does not answer: {error}: {self.proxy.child.last_words()} (log: {self.proxy.child.log_path})"
+
     async def watch(self, resync: Callable[[], Awaitable[None]]) -> None:
         """Returns never. A dead engine is started again (`engine.max_restarts` times) while the proxy holds the agents' calls; `resync`
         then asks the learner to push its weights, and the proof of that push releases the calls. Raises when nothing is left to try."""
@@ -83,7 +102,7 @@ class Services:
             if not self.engine.alive:
                 self.state.say(f"the engine died ({self.engine.last_words()}); starting it again")
                 self.state.engine, self.state.holding = "restarting", True
-                await self.proxy.client.hold("engine restart", self.config.engine.start_timeout_s)
+                await self.hold("engine restart", self.config.engine.start_timeout_s)
                 await self.engine.restart()
                 self.state.engine = "ready"
                 await resync()
@@ -93,6 +112,8 @@ class Services:
 @asynccontextmanager
 async def services(config: RunConfig, model_path: Path, state: RunState) -> AsyncIterator[Services]:
     """Start everything; whatever happens inside, end everything. Raises UserError, EngineError, HarnessRLError."""
+    if config.sandbox.kind == "local":
+        await asyncio.to_thread(refuse_unless_able)
     found = await asyncio.to_thread(reap)
     if found.sessions:
         state.say(f"reclaimed {found.sessions} sandboxes that an earlier run left")

@@ -39,7 +39,7 @@ def step_metrics(batch: Batch, learner: dict[str, Any], sync: SyncReport | None)
     line["tools/call_frequency"] = mean(outcome.tool_call_count for outcome in outcomes)
     calls = sum(outcome.tool_call_count for outcome in outcomes)
     line["tools/failure_frequency"] = sum(outcome.tool_failure_count for outcome in outcomes) / calls if calls else 0.0
-    for reason, count in _calls(outcomes).items():
+    for reason, count in _calls(batch).items():
         line[f"calls/{reason}"] = count
     line["tokens/sampled"] = sum(len(turn.completion_token_ids) for outcome in outcomes for turn in outcome.trace.turns)
     if sync is not None:
@@ -62,10 +62,13 @@ def learner_name(name: str) -> str:
             return name
 
 
-def _calls(outcomes: list[Any]) -> Counter[str]:
-    """Captured calls by what became of them: `trained`, or the reason for which they are kept only."""
+def _calls(batch: Batch) -> Counter[str]:
+    """Captured calls of the step's scored rollouts by what became of them: `trained`, the reason for which the capture keeps them only, or
+    the reason for which their whole group was dropped."""
     calls: Counter[str] = Counter()
-    for outcome in outcomes:
-        for turn in outcome.trace.turns:
-            calls["trained" if any(turn.loss_mask) else str(turn.metadata.get("mask_reason") or "empty")] += 1
+    for group in batch.considered:
+        for rollout in group.rollouts:
+            for turn in rollout.outcome.trace.turns if rollout.outcome else []:
+                kept = None if any(turn.loss_mask) else str(turn.metadata.get("mask_reason") or "empty")
+                calls[kept or group.drop_reason or "trained"] += 1
     return calls

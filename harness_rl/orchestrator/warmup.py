@@ -50,18 +50,16 @@ def script_of(task: Path) -> list[dict[str, Any]]:
     return [{"content": None, "tool_calls": [{"name": "bash", "arguments": {"command": command}}]} for command in commands]
 
 
-def warm_start_path(config: RunConfig, model_path: Path, rows: list[dict[str, Any]]) -> Path:
-    """Where the warm start for this config, model and set of tasks lies (or will lie)."""
+def warm_start_path(config: RunConfig, factory: SessionFactory, model_path: Path, rows: list[dict[str, Any]]) -> Path:
+    """Where the warm start for this config, agent, model and set of tasks lies (or will lie)."""
     digest = hashlib.sha256()
 
     def add(value: Any) -> None:
         digest.update(json.dumps(value, sort_keys=True, default=str).encode() + b"\0")
 
     add(config.warmup.model_dump(mode="json"))
-    add(config.harness.model_dump(mode="json"))
+    add(factory.identity())
     add({"temperature": config.rollout.temperature, "seed": config.run.seed})
-    if config.harness.config is not None:
-        add(config.harness.config.read_text())
     for file in sorted(model_path.iterdir()) if model_path.is_dir() else []:
         if file.is_file():
             add([file.name, file.stat().st_size])
@@ -95,10 +93,10 @@ async def warm_up(
     work = config.run_dir / "warmup"
 
     async def hold(version: str) -> None:
-        await services.proxy.client.hold(f"weights {version}", config.proxy.hold_timeout_s)
+        await services.hold(f"weights {version}", config.proxy.hold_timeout_s)
 
     async def release(report: SyncReport) -> None:
-        await services.proxy.client.release(report.version)
+        await services.release(report.version)
         state.version = report.version
 
     spec = LearnerSpec(
@@ -132,12 +130,10 @@ async def warm_up(
     try:
         await learner.next(config.learner.start_timeout_s)
         success, used = await _train(config, runner, order, rows, learner, state)
-        checkpoint = await learner.stop(save=True, timeout=config.learner.step_timeout_s)
+        checkpoint = await learner.stop(timeout=config.learner.step_timeout_s)
     finally:
         await learner.close()
-    if checkpoint is None:
-        raise HarnessRLError(f"warm-up: the learner ended without a checkpoint (log: {learner.child.log_path})")
-    target = warm_start_path(config, model_path, rows)
+    target = warm_start_path(config, factory, model_path, rows)
     _publish(Path(checkpoint["path"]), target, {"success": success, "demonstrations": used})
     shutil.rmtree(work, ignore_errors=True)
     return WarmStart(target, success, used)

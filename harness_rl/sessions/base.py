@@ -115,6 +115,10 @@ class SessionFactory(Protocol):
         """The factory's own tasks as data set rows: `prompt`, `task_name`, `task_path`, ..."""
         ...
 
+    def identity(self) -> dict[str, Any]:
+        """What of the agent's set-up changes what a model sees, as plain data: a warm start is only good for the same."""
+        ...
+
     def bind(self, services: SessionServices) -> None:
         """Lend the run's services; once, before the first `create`."""
         ...

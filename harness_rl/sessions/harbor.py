@@ -84,6 +84,10 @@ class HarborSessionFactory:
             step_limit=harness.step_limit,
         )
 
+    def identity(self) -> dict[str, Any]:
+        """The agent, its model class and its configuration."""
+        return {"harness": self.harness, "model_class": self.model_class, "agent_config": self._agent_config}
+
     def prompt_rows(self) -> list[dict[str, Any]]:
         """One row a task: `prompt` (its instruction), `task_name`, `task_path`."""
         return [{"prompt": task.instruction, "task_name": task.name, "task_path": str(task.path)} for task in list_tasks(self.split)]

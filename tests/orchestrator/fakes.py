@@ -93,6 +93,9 @@ class FakeFactory:
     def prompt_rows(self) -> list[dict[str, Any]]:
         return [{"prompt": f"task {n}", "task_name": f"t{n}"} for n in range(3)]
 
+    def identity(self) -> dict[str, Any]:
+        return {"harness": "fake"}
+
     def bind(self, services: Any) -> None:
         pass
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from harness_rl.cli import main
+from harness_rl.cli import _load, main
 from harness_rl.config import RunConfig, load_config, resolve_config, to_toml
 from harness_rl.errors import UserError
+from harness_rl.orchestrator.main import free_name
 from harness_rl.shortform import shorten
 from harness_rl.trainer import TRL_NAMES, AsyncGRPOConfig
 
@@ -82,6 +84,18 @@ def test_the_quickstart_config_is_valid_and_its_short_form_only_smaller():
     assert shorten(whole) == whole
     assert short.run.steps < whole.run.steps
     assert (short.learner, short.sync, short.sandbox, short.harness) == (whole.learner, whole.sync, whole.sandbox, whole.harness)
+
+
+def test_a_second_run_takes_the_next_free_name(tmp_path):
+    config = RunConfig.model_validate({"run": {"dir": tmp_path, "name": "a-eval"}})
+    assert free_name(config) == "a-eval"
+    for taken in ("a-eval", "a-eval-2"):
+        (tmp_path / taken).mkdir()
+        (tmp_path / taken / "journal.sqlite").touch()
+    assert free_name(config) == "a-eval-3"
+    options = SimpleNamespace(config=tmp_path / "c.toml", set=[])
+    options.config.write_text(f'[run]\ndir = "{tmp_path}"\nname = "a"\n')
+    assert _load(options, "-eval").run.name == "a-eval-3"
 
 
 def test_every_trl_name_lands_on_a_field_of_the_one_config():

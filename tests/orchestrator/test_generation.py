@@ -172,3 +172,20 @@ def test_shuffled_advantages_are_the_same_numbers_and_none_stays():
 def test_a_group_needs_two_scored_rollouts_that_differ(rewards, usable, reason):
     group = Group("g", "t", [Rollout(f"g-{n}", "g", n, 1, reward, None, [], 0.0) for n, reward in enumerate(rewards)])
     assert (group.usable, group.drop_reason) == (usable, reason)
+
+
+def _group(name: str, rewards: list[float | None]) -> Group:
+    return Group(name, "t", [Rollout(f"{name}-{n}", name, n, 1, reward, None, [], 0.0) for n, reward in enumerate(rewards)])
+
+
+def test_rewards_of_rounds_without_signal_count_in_the_next_step():
+    assembler = Assembler(groups_per_step=1, max_replacements=1.0, scale="std")
+    for number in range(4):
+        assembler.add(_group(f"flat{number}", [1.0, 1.0]))
+        assert assembler.close() is None
+    assert assembler.idle_rounds == 2
+    assembler.add(_group("good", [0.0, 1.0]))
+    batch = assembler.close()
+    assert batch is not None
+    assert [group.group_id for group in batch.considered] == ["flat0", "flat1", "flat2", "flat3", "good"]
+    assert (assembler.idle_rounds, assembler.considered) == (0, [])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from orchestrator.fakes import FakeFactory
 
 from harness_rl.config import RunConfig
 from harness_rl.errors import UserError
@@ -36,16 +37,20 @@ def test_a_warm_start_is_named_by_everything_it_depends_on(task, tmp_path, monke
     (model / "config.json").write_text("{}")
     rows = [{"prompt": "Write a to b.txt.", "task_path": str(task)}]
     config = RunConfig()
-    names = {"before": warm_start_path(config, model, rows)}
+    factory = FakeFactory(lambda task, episode: None)
+    names = {"before": warm_start_path(config, factory, model, rows)}
     assert (
-        warm_start_path(RunConfig.model_validate({"learner": {"learning_rate": 1.0}, "run": {"steps": 3}}), model, rows) == names["before"]
+        warm_start_path(RunConfig.model_validate({"learner": {"learning_rate": 1.0}, "run": {"steps": 3}}), factory, model, rows)
+        == names["before"]
     )
-    names["warm-up"] = warm_start_path(RunConfig.model_validate({"warmup": {"learning_rate": 1e-4}}), model, rows)
-    names["seed"] = warm_start_path(RunConfig.model_validate({"run": {"seed": 1}}), model, rows)
+    names["warm-up"] = warm_start_path(RunConfig.model_validate({"warmup": {"learning_rate": 1e-4}}), factory, model, rows)
+    names["seed"] = warm_start_path(RunConfig.model_validate({"run": {"seed": 1}}), factory, model, rows)
     (task / "solution" / "solve.sh").write_text("echo c > b.txt\n")
-    names["solution"] = warm_start_path(config, model, rows)
+    names["solution"] = warm_start_path(config, factory, model, rows)
+    factory.identity = lambda: {"harness": "another"}
+    names["agent"] = warm_start_path(config, factory, model, rows)
     (model / "config.json").write_text('{"a": 1}')
-    names["model"] = warm_start_path(config, model, rows)
+    names["model"] = warm_start_path(config, factory, model, rows)
     assert len(set(names.values())) == len(names)
 
 

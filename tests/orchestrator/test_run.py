@@ -1,0 +1,57 @@
+"""What a training run checks by itself, with everything around it left out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+from orchestrator.fakes import FakeFactory, outcome
+
+from harness_rl.config import RunConfig
+from harness_rl.errors import InvariantError
+from harness_rl.metrics import RunState
+from harness_rl.orchestrator.batches import Batch, Group
+from harness_rl.orchestrator.learner_process import SyncReport
+from harness_rl.orchestrator.rollout import Rollout
+from harness_rl.orchestrator.run import TrainingRun
+from harness_rl.orchestrator.stepmetrics import step_metrics
+
+
+def a_run(**sync) -> TrainingRun:
+    config = RunConfig.model_validate({"sync": sync})
+    nothing = SimpleNamespace()
+    return TrainingRun(config, nothing, FakeFactory(lambda *_: None), [], [], None, RunState("t", 1), nothing, nothing)
+
+
+async def test_tokens_of_an_update_train_only_once_its_proof_has_passed():
+    run = a_run()
+    run.proven = {"a-0"}
+    waiting = asyncio.create_task(run._wait_for_proof({"a-0", "a-1"}))
+    await asyncio.sleep(0.01)
+    assert not waiting.done()
+    async with run._proofs:
+        run.proven.add("a-1")
+        run._proofs.notify_all()
+    await asyncio.wait_for(waiting, 1)
+
+
+async def test_tokens_that_are_never_proven_stop_the_run_by_name():
+    with pytest.raises(InvariantError, match="sampled by a-7"):
+        await a_run(timeout_s=0.05)._wait_for_proof({"a-7"})
+
+
+def test_step_metrics_count_every_scored_rollout_and_every_call_once():
+    def group(name, rewards):
+        return Group(name, "t", [Rollout(f"{name}-{n}", name, n, 1, r, outcome(r), [], 1.0) for n, r in enumerate(rewards)])
+
+    good, flat = group("good", [0.0, 1.0]), group("flat", [1.0, 1.0])
+    unscored = Group("bad", "t", [Rollout("bad-0", "bad", 0, 3, None, None, ["verifier"] * 3, 1.0)])
+    report = SyncReport("a-1", {"tokens": 512, "mean_abs": 1e-6, "ok": True}, {"pause": 0.1})
+    line = step_metrics(Batch(1, [good], [], [good, flat, unscored], False), {"seconds/forward": 2.0, "rows/trained": 2.0}, report)
+    assert (line["reward"], line["reward_trained"]) == (0.75, 0.5)
+    assert (line["rollout/scored"], line["rollout/unscored"], line["rollout/retries"]) == (4, 1, 2)
+    assert (line["calls/trained"], line["calls/zero_variance"]) == (2, 2)
+    assert Counter(rollout for rollout in line if rollout.startswith("calls/")).total() == 2
+    assert (line["rollout/failed/verifier"], line["perf/forward_s"], line["rows/trained"]) == (3, 2.0, 2.0)
