@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"harness-rl: {cause}", file=sys.stderr)
         return 2 if isinstance(cause, UserError) else 1
     except KeyboardInterrupt:
-        print("harness-rl: stopped; everything was reclaimed", file=sys.stderr)
+        print("harness-rl: stopped", file=sys.stderr)
         return 130
 
 

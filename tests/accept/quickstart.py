@@ -22,6 +22,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from harness_rl.metrics import mean, read_metrics
+from harness_rl.threads import usable_cores
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "examples" / "configs" / "quickstart.toml"
@@ -101,7 +102,7 @@ def write_report(finished: list[Finished], bars: list[tuple[str, str, bool]], se
     lines = [
         "# Acceptance of the quickstart",
         "",
-        f"Commit `{commit}`, seed {seed}, {platform.machine()}, two cores, no GPU. Rewards are means over all scored rollouts of a step, "
+        f"Commit `{commit}`, seed {seed}, {platform.machine()}, {len(usable_cores())} cores. Rewards are means over all scored rollouts of a step, "
         "before any filtering; evaluations are 20 held-out tasks × 4 samples at temperature 1, with 95 % Wilson intervals.",
         "",
         "| run | reward, first 3 steps | last 3 steps | held-out before | held-out after | minutes |",
