@@ -187,11 +187,6 @@ class LearnerLink:
         metas, arrays = rows_to_wire(rows)
         await self.send("batch", arrays, step=step, rows=metas)
 
-    @property
-    def wants_batch(self) -> bool:
-        """True when `send_batch` would not wait."""
-        return not self._credit.locked()
-
     async def close(self) -> None:
         if self._server is not None:
             self._server.close()

@@ -331,10 +331,7 @@ def rows_to_wire(rows: Iterable[Row]) -> tuple[list[dict[str, Any]], dict[str, N
             "length": len(row),
             "advantage": float(row.advantage),
             "temperature": float(row.temperature),
-            "spans": [
-                [s.node_id, s.start, s.end, s.prompt_hash, s.completion_hash, s.sample_hash, [list(v) for v in s.versions]]
-                for s in row.spans
-            ],
+            "spans": [_span_to_wire(span) for span in row.spans],
         }
         for row in rows
     ]

@@ -102,8 +102,8 @@ def write_report(finished: list[Finished], bars: list[tuple[str, str, bool]], se
     lines = [
         "# Acceptance of the quickstart",
         "",
-        f"Commit `{commit}`, seed {seed}, {platform.machine()}, {len(usable_cores())} cores. Rewards are means over all scored rollouts of a step, "
-        "before any filtering; evaluations are 20 held-out tasks × 4 samples at temperature 1, with 95 % Wilson intervals.",
+        f"Commit `{commit}`, seed {seed}, {platform.machine()}, {len(usable_cores())} cores. Rewards are means over all scored rollouts of "
+        "a step, before any filtering; evaluations are 20 held-out tasks × 4 samples at temperature 1, with 95 % Wilson intervals.",
         "",
         "| run | reward, first 3 steps | last 3 steps | held-out before | held-out after | minutes |",
         "| --- | --- | --- | --- | --- | --- |",

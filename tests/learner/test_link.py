@@ -138,7 +138,6 @@ async def test_a_whole_step(link: LearnerLink) -> None:
 
 async def test_credit_bounds_what_is_in_flight(link: LearnerLink) -> None:
     client = await connected(link)
-    assert not link.wants_batch
     with pytest.raises(LinkError, match="asked for no batch"):
         await link.send_batch(4, random_rows(0), 0.1)
     await in_thread(lambda: client.send("pull", credit=2))
