@@ -142,7 +142,9 @@ async def test_a_closed_session_ends_the_program_at_once(need_root: None, task: 
 @pytest.mark.root
 @pytest.mark.timeout(60)
 async def test_a_missing_layer_is_named(need_root: None, task: Path) -> None:
-    result, _folder = await trial(task, MockChat([]), [])
+    chat = MockChat([])
+    result, _folder = await trial(task, chat, [])
+    await chat.close()
     assert result.exception_info is not None and result.exception_info.exception_type == "SandboxBuildFailedError"
     assert "harness-rl agents build mini-swe-agent" in result.exception_info.exception_message
 

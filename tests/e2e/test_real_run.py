@@ -16,6 +16,7 @@ from capture_proxy.store import read_log
 from harness_rl.learner.audit import AuditedRow, read_audit
 from harness_rl.learner.rows import build_rows
 from harness_rl.metrics import read_metrics
+from harness_rl.sandboxes.reaper import audit
 from harness_rl.tasks.quickstart import generate
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -156,10 +157,9 @@ def test_the_run_is_accounted_for_and_left_nothing(finished_run):
     assert "running" not in states
     assert (finished_run / "reward.png").stat().st_size > 10_000
     assert json.loads((finished_run / "checkpoints" / "step-3" / "config.json").read_text())["model_type"] == "llama"
-    # In a process of its own: this one may still hold sandboxes of other tests.
-    audit = "from harness_rl.sandboxes.reaper import audit; print(audit())"
-    left = subprocess.run([sys.executable, "-c", audit], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert left.strip() == "nothing left behind"
+    # The run audits itself, as the process that owned the sandboxes; here is what it left to others.
+    assert "leak audit" not in (finished_run / "logs" / "control.log").read_text()
+    assert audit().total == 0
 
 
 @pytest.mark.engine
