@@ -82,6 +82,16 @@ class Assembler:
     def bound(self) -> int:
         return round(self.groups_per_step * (1 + self.max_replacements))
 
+    def latest_batch(self, running: int) -> int:
+        """Index (from 0) of the latest batch that a group started now could join, when `running` groups are under way.
+
+        The batches ahead of it fill with usable groups, or are closed short by groups without signal; whichever is faster. Groups that
+        are overtaken by later ones can still end in a later batch.
+        """
+        by_usable = (len(self.ready) + running) // self.groups_per_step
+        by_bound = (len(self.considered) - self._in_idle_rounds + running) // self.bound
+        return self.batches_closed + max(by_usable, by_bound)
+
     def close(self) -> Batch | None:
         """The next batch, or None if more groups are needed."""
         full = len(self.ready) >= self.groups_per_step

@@ -17,7 +17,7 @@ from harness_rl.orchestrator.batches import Assembler, Batch, Group
 from harness_rl.orchestrator.evaluate import task_name
 from harness_rl.orchestrator.journal import GroupState, Journal
 from harness_rl.orchestrator.rollout import Rollout, RolloutRunner
-from harness_rl.orchestrator.schedule import Pacer, TaskOrder
+from harness_rl.orchestrator.schedule import TaskOrder
 
 
 @dataclass
@@ -43,7 +43,6 @@ class Generation:
     async def produce(self) -> None:
         """Open groups until cancelled or until no more are needed for the last step."""
         section = self.config.rollout
-        pacer = Pacer(section.groups_per_step, section.max_staleness)
         slots = asyncio.Semaphore(section.max_concurrent_rollouts)
         number = self.first_group
         async with asyncio.TaskGroup() as tasks:
@@ -52,7 +51,7 @@ class Generation:
                 slots.release()  # a slot is free: the next group's first member could start now
                 waited = time.monotonic()
                 async with self._changed:
-                    await self._changed.wait_for(lambda: self._finished or self._may_start(pacer))
+                    await self._changed.wait_for(lambda: self._finished or self._may_start())
                 self.seconds_paced += time.monotonic() - waited
                 if self._finished:
                     return
@@ -68,12 +67,11 @@ class Generation:
     def _finished(self) -> bool:
         return self.assembler.batches_closed >= self.config.run.steps
 
-    def _may_start(self, pacer: Pacer) -> bool:
-        waiting = self._running + len(self.assembler.ready)
-        closed = self.assembler.batches_closed
-        if closed + waiting // pacer.groups_per_step >= self.config.run.steps:
-            return False
-        return pacer.may_start(batches_closed=closed, groups_waiting=waiting, version=self.version)
+    def _may_start(self) -> bool:
+        """Pacing holds by arithmetic, not by throwing finished work away: batch `b` is trained on the policy of version `b`, so a group
+        that could join batch `b` starts only while `b` minus the version that the engine serves is at most `max_staleness`."""
+        batch = self.assembler.latest_batch(self._running)
+        return batch < self.config.run.steps and batch - self.version <= self.config.rollout.max_staleness
 
     async def weights_are(self, version: int) -> None:
         """The engine serves the weights of optimizer step `version` from now on, proven."""

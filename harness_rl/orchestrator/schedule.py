@@ -1,14 +1,8 @@
-"""Which task comes next, and whether more work may start now.
-
-Pacing holds by arithmetic, not by throwing finished work away: batch `b` is trained on the policy of version `b`, so a group that would
-join batch `b` may
-start only while `b` minus the version that the engine serves is at most `max_staleness`.
-"""
+"""Which task comes next."""
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 from typing import Any
 
 
@@ -36,18 +30,3 @@ class TaskOrder:
         position = self.position
         self.position += 1
         return position, self._rows[self._permutation[index]]
-
-
-@dataclass(frozen=True)
-class Pacer:
-    groups_per_step: int
-    max_staleness: int
-
-    def may_start(self, *, batches_closed: int, groups_waiting: int, version: int) -> bool:
-        """True if one more group can still be trained within `max_staleness`.
-
-        `batches_closed`: batches given to the learner so far (the next one has this index); `groups_waiting`: groups that run or are
-        scored and not yet in a batch; `version`: optimizer steps in the weights that the engine serves.
-        """
-        batch = batches_closed + groups_waiting // self.groups_per_step
-        return batch - version <= self.max_staleness

@@ -5,6 +5,8 @@ import contextlib
 import random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from orchestrator.fakes import FakeFactory, outcome
 
 from harness_rl.config import RunConfig
@@ -189,3 +191,35 @@ def test_rewards_of_rounds_without_signal_count_in_the_next_step():
     assert batch is not None
     assert [group.group_id for group in batch.considered] == ["flat0", "flat1", "flat2", "flat3", "good"]
     assert (assembler.idle_rounds, assembler.considered) == (0, [])
+
+
+@given(st.integers(1, 5), st.integers(0, 4), st.sampled_from([0.0, 0.5, 1.0]), st.integers(0, 2**32))
+def test_no_group_is_older_than_max_staleness_when_it_is_trained(per_step, max_staleness, replacements, seed):
+    """Groups that finish in order, with and without signal, against the arithmetic that lets them start."""
+    assembler = Assembler(per_step, replacements, "std")
+    running: list[int] = []  # version at the start of each group
+    started: dict[str, int] = {}
+    batches, version = [], 0
+    for event in random.Random(seed).choices(["start", "usable", "no signal", "train"], k=400):
+        if event == "start" and assembler.latest_batch(len(running)) - version <= max_staleness:
+            running.append(version)
+        elif event in ("usable", "no signal") and running:
+            name = f"g{len(started)}"
+            started[name] = running.pop(0)
+            rewards = [0.0, 1.0 if event == "usable" else 0.0]
+            assembler.add(Group(name, "task", [Rollout(f"{name}-{i}", name, i, 1, r, None, [], 0.0) for i, r in enumerate(rewards)]))
+            batch = assembler.close()
+            batches += [batch] if batch is not None else []
+        elif event == "train" and batches:
+            assert all(version - started[group.group_id] <= max_staleness for group in batches.pop(0).groups)
+            version += 1
+
+
+@given(st.integers(1, 5), st.sampled_from([0.0, 0.5, 1.0]), st.lists(st.booleans(), max_size=60))
+def test_on_policy_work_can_always_start_when_nothing_runs_and_every_batch_is_trained(per_step, replacements, signals):
+    assembler = Assembler(per_step, replacements, "std")
+    for number, usable in enumerate(signals):
+        assert assembler.latest_batch(0) == assembler.batches_closed
+        rewards = [0.0, 1.0 if usable else 0.0]
+        assembler.add(Group(f"g{number}", "task", [Rollout(f"{i}", f"g{number}", i, 1, r, None, [], 0.0) for i, r in enumerate(rewards)]))
+        assembler.close()
