@@ -88,7 +88,8 @@ async def warm_up(
     state.phase = "warm-up"
     # No reward function: a demonstration is right when the verifier says so, whatever the run rewards.
     runner = RolloutRunner(factory, journal, None, config.rollout.max_retries)
-    order = TaskOrder(rows, seed=config.run.seed, shuffle=True)
+    # From the end of the list: success is measured at its start, on tasks that a short warm start has not shown.
+    order = TaskOrder(rows[::-1], seed=config.run.seed, shuffle=config.rollout.shuffle_tasks)
     lineage = "w" + secrets.token_hex(2)
     work = config.run_dir / "warmup"
 

@@ -124,9 +124,9 @@ def _write(rng: random.Random, words: Sequence[str]) -> Draft:
     return Draft(
         family="write",
         slug=f"write-{word}-{name}",
-        instruction=f"Echo the word {word} into {name}.txt.",
+        instruction=f"Print the word {word} into {name}.txt.",
         files={f"{other}.txt": _lines([other])},
-        solution=f"echo {word} > {name}.txt",
+        solution=f"printf {word} > {name}.txt",
         goal=f"{name}.txt holds the word {word} and nothing else",
         check=f'[ "$(text /app/{name}.txt)" = {word} ]',
     )
