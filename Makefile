@@ -18,13 +18,10 @@ help: ## this list
 setup: ## the Debian packages and both environments, if they are missing
 	@scripts/setup.sh debian control torch
 
-prepare: setup .make/tasks ## setup, the model, the sandbox's root file system, the agent's layer, the tasks
+prepare: setup ## setup, the model, the sandbox's root file system, the agent's layer, the tasks
 	@$(RL) models fetch $(MODEL) >/dev/null
 	@$(RL) agents build $(AGENT) >/dev/null
-
-.make/tasks: harness_rl/tasks/quickstart.py | setup
-	@$(RL) tasks quickstart $(TASKS)
-	@touch $@
+	@$(RL) tasks quickstart $(TASKS) >/dev/null
 
 quickstart: prepare ## the main job: a real model gets better inside a real agent (ARGS="--set run.short=true" for the short form)
 	$(RL) warmup $(CONFIG) $(ARGS)

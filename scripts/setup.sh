@@ -42,13 +42,20 @@ setup_debian() {
   command -v bwrap >/dev/null || missing+=(bubblewrap)
   command -v mmdebstrap >/dev/null || missing+=(mmdebstrap)
   command -v mkfs.ext4 >/dev/null || missing+=(e2fsprogs)
-  compgen -G '/usr/lib/*-linux-gnu/libtcmalloc_minimal.so.4' >/dev/null || missing+=(libtcmalloc-minimal4)
-  [ ${#missing[@]} -gt 0 ] || return 0
-  command -v apt-get >/dev/null || die "missing: ${missing[*]}; install them with this system's package manager and run make again"
-  [ "$(id -u)" = 0 ] || die "missing Debian packages: run 'sudo apt-get install ${missing[*]}' and make again"
-  say "installing Debian packages: ${missing[*]}"
-  export DEBIAN_FRONTEND=noninteractive
-  { apt-get update && apt-get install -y "${missing[@]}"; } >.make/apt.log 2>&1 </dev/null || die "apt-get cannot install ${missing[*]}: $(grep -E '^E:' .make/apt.log | head -n 1) (log: .make/apt.log)"
+  if [ ${#missing[@]} -gt 0 ]; then
+    command -v apt-get >/dev/null || die "missing: ${missing[*]}; install them with this system's package manager and run make again"
+    [ "$(id -u)" = 0 ] || die "missing Debian packages: run 'sudo apt-get install ${missing[*]}' and make again"
+    say "installing Debian packages: ${missing[*]}"
+    debian "${missing[@]}" || die "apt-get cannot install ${missing[*]}: $(grep -E '^E:' .make/apt.log | head -n 1) (log: .make/apt.log)"
+  fi
+  # The engine is faster with tcmalloc and runs without it; newer releases call the package ...t64.
+  if compgen -G '/usr/lib/*-linux-gnu/libtcmalloc_minimal.so.4' >/dev/null || [ -e .make/no-tcmalloc ]; then return; fi
+  command -v apt-get >/dev/null && [ "$(id -u)" = 0 ] || return 0
+  debian libtcmalloc-minimal4 || debian libtcmalloc-minimal4t64 || { say "tcmalloc cannot be installed: the engine is a little slower"; touch .make/no-tcmalloc; }
+}
+
+debian() { # PACKAGE ...
+  { apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y "$@"; } >.make/apt.log 2>&1 </dev/null
 }
 
 setup_control() {

@@ -10,15 +10,6 @@ from harness_rl.sandboxes.layers import LayerRecipe
 
 
 @dataclass(frozen=True)
-class AuxiliaryRule:
-    """How to tell a call that the harness makes for itself (a title, a summary) from the agent's own."""
-
-    reason: str
-    system_prompt: str
-    """Regular expression that the call's system prompt matches."""
-
-
-@dataclass(frozen=True)
 class AgentSpec:
     name: str
     version: str
@@ -28,7 +19,6 @@ class AgentSpec:
     """Values of the agent's `model_class`; the first is the default."""
     recipe: Callable[[str], LayerRecipe]
     """The layer of a variant."""
-    auxiliary: tuple[AuxiliaryRule, ...] = ()
 
     def layers(self, model_class: str | None = None) -> list[LayerRecipe]:
         """The layers that a session needs, the topmost first. Raises ValueError for an unknown variant."""

@@ -2,7 +2,7 @@
 a user may change (prompts, limits, model options) goes through its own configuration file.
 
 Two layers: `light` without litellm (mini_swe_agent_light.py) starts in a tenth of the time and is the default; `litellm` is the program's
-own default model class. It makes no auxiliary calls."""
+own default model class."""
 
 from __future__ import annotations
 
@@ -38,23 +38,6 @@ _LOGS = "/logs/agent"
 _TRAJECTORY = "mini-swe-agent.trajectory.json"
 _MODEL_CLASSES = {LIGHT: "mini_swe_agent_light.LightModel", LITELLM: "litellm"}
 _MODEL_TIMEOUT_S = 600
-
-_LIGHT_PACKAGES = (
-    "pydantic==2.14.4", "jinja2==3.1.6", "pyyaml==6.0.4", "requests==2.34.2", "rich==15.0.0", "typer==0.29.2", "platformdirs==4.14.8",
-    "python-dotenv==1.2.4", "tenacity==9.2.1", "prompt-toolkit==3.0.53",
-)  # fmt: skip
-_LITELLM_PACKAGES = (
-    "litellm[mcp]==1.110.2",
-    "openai==3.57.0",
-    "orjson",
-    "fastapi",
-    "tenacity",
-    "python-dotenv",
-    "typer",
-    "platformdirs",
-    "prompt-toolkit",
-)
-"""litellm imports its MCP handlers for completions with tools; they need orjson and fastapi."""
 
 _LAUNCHER = f"""#!/usr/bin/python3 -IS
 import sys
@@ -93,12 +76,13 @@ _FAILURES: dict[str, type[NonZeroAgentExitCodeError]] = {
 
 
 def recipe(variant: str) -> LayerRecipe:
-    packages = _LIGHT_PACKAGES if variant == LIGHT else _LITELLM_PACKAGES
+    # Every package with its version, so that a layer built tomorrow is the one that was tested.
+    packages = Path(__file__).with_name(f"mini_swe_agent_{variant}.lock").read_text(encoding="utf-8").split()
     light_model = Path(__file__).with_name("mini_swe_agent_light.py").read_text(encoding="utf-8")
     return LayerRecipe(
         NAME,
         variant,
-        installs=(("--no-deps", f"mini-swe-agent=={VERSION}"), packages),
+        installs=(("--no-deps", *packages),),
         files={
             _PROGRAM: LayerFile(_LAUNCHER, executable=True),
             f"{_HOME}/lib/mini_swe_agent_light.py": LayerFile(light_model),

@@ -20,12 +20,11 @@ from harbor.models.trial.config import ResourceMode
 
 from . import transfer
 from .errors import RuntimeRequestError, SandboxBuildFailedError
-from .hooks import SandboxHooks, claim
+from .hooks import PROXY_PORT, SandboxHooks, claim
 from .images import TaskImage, check_definition, prepare
 from .limits import SandboxLimits
 from .sandbox import Sandbox, SandboxSpec
 
-PROXY_PORT = 18080
 _LOCAL_HOSTS = ("127.0.0.1", "localhost")
 _VERIFIED_FOLDERS = ("/logs/verifier", "/tests")
 

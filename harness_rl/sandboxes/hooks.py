@@ -21,6 +21,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .bubblewrap import BubblewrapEnvironment
 
+PROXY_PORT = 18080
+"""The one port of 127.0.0.1 inside a sandbox that leads out, to its own capture session."""
+
 
 @dataclass
 class SandboxHooks:

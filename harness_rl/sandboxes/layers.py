@@ -93,7 +93,7 @@ async def _install(recipe: LayerRecipe, rootfs: Path, upper: Path) -> None:
             result = await sandbox.exec(command, env=host.env, timeout_s=_PIP_TIMEOUT_S)
             if result.code != 0:
                 tail = " | ".join(result.stderr.decode("utf-8", "replace").strip().splitlines()[-3:])
-                raise SandboxBuildFailedError(f"agent layer {recipe.name}: pip install {' '.join(arguments)} failed: {tail[-600:]}")
+                raise SandboxBuildFailedError(f"agent layer {recipe.name}: pip install failed: {tail[-600:]}")
     finally:
         await sandbox.stop()
 

@@ -17,20 +17,20 @@ from typing import TYPE_CHECKING, Any
 
 from capture_proxy.client import CreatedSession, ProxyClient, ProxyError
 from harness_rl.errors import Cause, UserError
+from harness_rl.sandboxes.hooks import PROXY_PORT
 from harness_rl.sessions.base import RolloutFailure, SessionServices
 from harness_rl.tasks.load import TaskRef, list_tasks, read_task
 
 if TYPE_CHECKING:
     from harness_rl.agents.base import AgentSpec
-    from harness_rl.config import RunConfig
+    from harness_rl.config import RunConfig, SandboxSection
     from harness_rl.sessions.harbor_session import HarborSession
     from harness_rl.sessions.harbor_trial import TrialSpec
 
 logger = logging.getLogger(__name__)
 
 SANDBOXES = {"local": "harness_rl.sandboxes.bubblewrap:BubblewrapEnvironment"}
-PROXY_PORT = 18080
-"""The one port of 127.0.0.1 inside a sandbox that leads out, to its own capture session."""
+"""`sandbox.kind` -> the Harbor environment."""
 _EPISODE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
 
 
@@ -149,17 +149,10 @@ class HarborSessionFactory:
 
         assert self._services is not None and self._agent is not None, "bind() set both"
         services, config = self._services, self._services.config
-        limits = config.sandbox
         kwargs: dict[str, Any] = {
             "layers": [str(layer) for layer in layers],
             "proxy_port": PROXY_PORT,
-            "limits": {
-                "memory_mb": limits.memory_mb,
-                "cpus": limits.cpus,
-                "pids": limits.pids,
-                "storage_mb": limits.disk_mb,
-                "stop_timeout_s": limits.stop_timeout_s,
-            },
+            "limits": sandbox_limits(config.sandbox),
         }
         if self._rootfs is not None:
             kwargs["rootfs"] = str(self._rootfs)
@@ -175,7 +168,7 @@ class HarborSessionFactory:
             environment_kwargs=kwargs,
             agent_timeout_s=config.rollout.agent_timeout_s,
             deadline_s=float(services.limits.get("deadline_s") or config.rollout.deadline_s),
-            stop_timeout_s=limits.stop_timeout_s,
+            stop_timeout_s=config.sandbox.stop_timeout_s,
             keep_services=bool(task.metadata.get("keep_services", False)),
         )
 
@@ -191,6 +184,17 @@ class HarborSessionFactory:
         except (OSError, RuntimeError) as error:
             self._layers = None
             raise RolloutFailure(Cause.AGENT_SETUP, f"no layer of {self.harness}: {error}") from error
+
+
+def sandbox_limits(section: SandboxSection) -> dict[str, Any]:
+    """The `[sandbox]` section as the environment's `limits`."""
+    return {
+        "memory_mb": section.memory_mb,
+        "cpus": section.cpus,
+        "pids": section.pids,
+        "storage_mb": section.disk_mb,
+        "stop_timeout_s": section.stop_timeout_s,
+    }
 
 
 async def mint(proxy: ProxyClient, **about: Any) -> CreatedSession:

@@ -14,17 +14,17 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from harness_rl.config import SandboxSection
 from harness_rl.errors import UserError
+from harness_rl.sessions.harbor import SANDBOXES, sandbox_limits
 from harness_rl.tasks.lint import Problem, lint
 from harness_rl.tasks.load import TaskRef, list_tasks
 
-SANDBOX = "harness_rl.sandboxes.bubblewrap:BubblewrapEnvironment"
 FULL_REWARD = 1.0
 
 
@@ -52,8 +52,8 @@ class CheckSpec:
     trials: bool = True
     """False: lint only."""
     concurrency: int = 2
-    environment_import: str = SANDBOX
-    environment_kwargs: dict[str, Any] = field(default_factory=dict)
+    sandbox: SandboxSection = field(default_factory=SandboxSection)
+    """What a run's own section would be, by default the defaults."""
     reward_key: str = "reward"
     deadline_s: float = 600.0
     """Of one trial, its sandbox's start included."""
@@ -112,7 +112,9 @@ async def _trial(task: TaskRef, agent: str, spec: CheckSpec, scratch: Path) -> t
         trial_name=f"check-{agent}-{task.name}",
         trials_dir=scratch,
         agent=AgentConfig(name=agent),
-        environment=EnvironmentConfig(import_path=spec.environment_import, kwargs=spec.environment_kwargs, delete=True),
+        environment=EnvironmentConfig(
+            import_path=SANDBOXES[spec.sandbox.kind], kwargs={"limits": sandbox_limits(spec.sandbox)}, delete=True
+        ),
     )
     try:
         async with asyncio.timeout(spec.deadline_s):
@@ -126,7 +128,8 @@ async def _trial(task: TaskRef, agent: str, spec: CheckSpec, scratch: Path) -> t
         lines = str(result.exception_info.exception_message).strip().splitlines()
         return None, f"{agent}: {result.exception_info.exception_type}: {lines[0] if lines else 'no message'}"
     rewards = (result.verifier_result.rewards if result.verifier_result is not None else None) or {}
-    if not result.reward_valid or spec.reward_key not in rewards:
+    # Harbor before 0.24 has no judgement of its own.
+    if not getattr(result, "reward_valid", True) or spec.reward_key not in rewards:
         return None, f"{agent}: the verifier left no number named {spec.reward_key!r} (it left {', '.join(rewards) or 'none'})"
     return float(rewards[spec.reward_key]), ""
 

@@ -215,40 +215,49 @@ def draft_split(words: Sequence[str], count: int, seed: str) -> list[Draft]:
     return list(drafts.values())
 
 
-def write_task(draft: Draft, folder: Path) -> None:
-    """Write one Harbor task to `folder`, which must not exist and names the task."""
+def task_files(draft: Draft, name: str) -> dict[str, str]:
+    """The files of one Harbor task whose folder is called `name`: path -> text."""
     helper = _RUNS if "runs " in draft.check else ""
     texts = {
         "instruction.md": draft.instruction + "\n",
-        "task.toml": _TOML.format(name=folder.name, description=draft.instruction, family=draft.family, image=IMAGE),
+        "task.toml": _TOML.format(name=name, description=draft.instruction, family=draft.family, image=IMAGE),
         "solution/solve.sh": f"#!/bin/bash\n{draft.solution}\n",
         "tests/test.sh": _TEST.format(goal=draft.goal, check=draft.check, helper=helper),
         **{f"environment/{name}": text for name, text in draft.files.items()},
     }
     if draft.expected is not None:
         texts["tests/expected.txt"] = draft.expected
-    for name, text in texts.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8", newline="\n")
-        path.chmod(0o755 if name in ("solution/solve.sh", "tests/test.sh") else 0o644)
+    return texts
 
 
 def generate(folder: Path, train: int = TRAIN_TASKS, heldout: int = HELDOUT_TASKS, seed: int = SEED) -> dict[str, int]:
-    """Write both splits under `folder` and return their sizes. An existing split of ours is replaced; anything else is left alone."""
+    """Write both splits under `folder` and return their sizes. A split that is there already, whole and the same, is not touched: a run
+    may be using it. Another one of ours is replaced; anything else is left alone (UserError)."""
     sizes = {}
     for split, words, count in (("train", TRAIN_WORDS, train), ("heldout", HELDOUT_WORDS, heldout)):
-        drafts = draft_split(words, count, f"{seed}/{split}")
-        target = folder / split
-        if target.exists():
-            foreign = sorted(path.name for path in target.iterdir() if not (path / "task.toml").is_file())
-            if foreign:
-                raise UserError(f"tasks: {target} holds {foreign[0]}, which is no task of ours; give another folder")
-            shutil.rmtree(target)
-        for number, draft in enumerate(drafts, 1):
-            write_task(draft, target / f"{number:02d}-{draft.slug}")
-        sizes[split] = len(drafts)
+        files: dict[str, str] = {}
+        for number, draft in enumerate(draft_split(words, count, f"{seed}/{split}"), 1):
+            name = f"{number:02d}-{draft.slug}"
+            files |= {f"{name}/{path}": text for path, text in task_files(draft, name).items()}
+        _write_split(folder / split, files)
+        sizes[split] = count
     return sizes
+
+
+def _write_split(target: Path, files: dict[str, str]) -> None:
+    if target.exists():
+        found = {str(path.relative_to(target)): path.read_bytes() for path in target.rglob("*") if path.is_file()}
+        if found == {name: text.encode() for name, text in files.items()}:
+            return
+        foreign = sorted(path.name for path in target.iterdir() if not (path / "task.toml").is_file())
+        if foreign:
+            raise UserError(f"tasks: {target} holds {foreign[0]}, which is no task of ours; give another folder")
+        shutil.rmtree(target)
+    for name, text in files.items():
+        path = target / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8", newline="\n")
+        path.chmod(0o755 if path.name in ("solve.sh", "test.sh") else 0o644)
 
 
 def main(argv: list[str] | None = None) -> int:

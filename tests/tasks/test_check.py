@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from harness_rl.errors import UserError
+from harness_rl.sessions.harbor import SANDBOXES
 from harness_rl.tasks import quickstart
 from harness_rl.tasks.check import CheckSpec, TaskReport, check_command, check_tasks, print_table, to_json
 from harness_rl.tasks.lint import Problem, lint
@@ -110,16 +111,18 @@ def test_a_link_that_leaves_the_task_is_refused(task: Path) -> None:
     assert "link" in rules(task)
 
 
-async def test_a_refused_task_is_not_run_and_a_bad_concurrency_is_the_users_mistake(task: Path) -> None:
+async def test_a_refused_task_is_not_run_and_a_bad_concurrency_is_the_users_mistake(task: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SANDBOXES, "local", "nowhere:Nothing")
     replace(task, "cpus = 1", "cpus = 1\ngpus = 1")
-    reports = await check_tasks(task, CheckSpec(environment_import="nowhere:Nothing"))
+    reports = await check_tasks(task)
     assert [problem.rule for problem in reports[0].problems] == ["gpus"]
     with pytest.raises(UserError, match="concurrency = 0"):
         await check_tasks(task, CheckSpec(concurrency=0))
 
 
-async def test_a_sandbox_that_cannot_start_is_a_finding_not_a_crash(task: Path) -> None:
-    reports = await check_tasks(task, CheckSpec(environment_import="harness_rl.errors:NoSuchClass"))
+async def test_a_sandbox_that_cannot_start_is_a_finding_not_a_crash(task: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SANDBOXES, "local", "harness_rl.errors:NoSuchClass")
+    reports = await check_tasks(task)
     assert [problem.rule for problem in reports[0].problems] == ["oracle_failed"]
     assert reports[0].oracle is None
 

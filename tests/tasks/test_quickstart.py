@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import tomllib
 from collections import Counter
@@ -45,6 +46,17 @@ def test_generating_again_replaces_our_split_and_nothing_else(tmp_path: Path) ->
     (tmp_path / "train" / "mine").mkdir()
     with pytest.raises(UserError, match="mine"):
         quickstart.generate(tmp_path)
+
+
+def test_generating_again_mends_a_damaged_split_and_does_not_touch_a_whole_one(tmp_path: Path) -> None:
+    quickstart.generate(tmp_path, train=7, heldout=7)
+    before = contents(tmp_path)
+    inodes = {path.stat().st_ino for path in tmp_path.rglob("*")}
+    quickstart.generate(tmp_path, train=7, heldout=7)
+    assert {path.stat().st_ino for path in tmp_path.rglob("*")} == inodes
+    shutil.rmtree(next(iter((tmp_path / "train").iterdir())))
+    quickstart.generate(tmp_path, train=7, heldout=7)
+    assert contents(tmp_path) == before
 
 
 def test_splits_are_large_enough_and_share_no_word(tasks: Path) -> None:
