@@ -44,12 +44,11 @@ async def evaluate(
     label: str,
     samples: int,
     temperature: float,
-    concurrency: int,
+    slots: asyncio.Semaphore,
     seed: int,
     state: RunState,
 ) -> Evaluation:
-    """Run `samples` rollouts of each row, at most `concurrency` at once. Failed rollouts are counted, never scored 0."""
-    slots = asyncio.Semaphore(concurrency)
+    """Run `samples` rollouts of each row, each in one of `slots`. Failed rollouts are counted, never scored 0."""
     done = 0
 
     async def one(index: int, row: dict[str, Any], sample: int) -> Rollout:

@@ -35,20 +35,23 @@ class Generation:
     first_group: int = 0
     seconds_paced: float = 0.0
     """Time the producer waited because more work could not have been used within `max_staleness`."""
+    slots: asyncio.Semaphore = field(init=False)
+    """`max_concurrent_rollouts` of them; an evaluation that runs at the same time shares them."""
     _running: int = 0
     _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
     _batches: deque[Batch] = field(default_factory=deque)
     failures: Counter[str] = field(default_factory=Counter)
 
+    def __post_init__(self) -> None:
+        self.slots = asyncio.Semaphore(self.config.rollout.max_concurrent_rollouts)
+
     async def produce(self) -> None:
         """Open groups until cancelled or until no more are needed for the last step."""
-        section = self.config.rollout
-        slots = asyncio.Semaphore(section.max_concurrent_rollouts)
         number = self.first_group
         async with asyncio.TaskGroup() as tasks:
             while True:
-                await slots.acquire()
-                slots.release()  # a slot is free: the next group's first member could start now
+                await self.slots.acquire()
+                self.slots.release()  # a slot is free: the next group's first member could start now
                 waited = time.monotonic()
                 async with self._changed:
                     await self._changed.wait_for(lambda: self._finished or self._may_start())
@@ -60,7 +63,7 @@ class Generation:
                 number += 1
                 self._running += 1
                 self.journal.open_group(group_id, position, task_name(row))
-                tasks.create_task(self._group(group_id, number, row, slots))
+                tasks.create_task(self._group(group_id, number, row))
                 await asyncio.sleep(0)  # let its members queue for slots before the next group is considered
 
     @property
@@ -85,11 +88,10 @@ class Generation:
             await self._changed.wait_for(lambda: bool(self._batches))
             return self._batches.popleft()
 
-    async def _group(self, group_id: str, seed: int, row: dict[str, Any], slots: asyncio.Semaphore) -> None:
-        section = self.config.rollout
+    async def _group(self, group_id: str, seed: int, row: dict[str, Any]) -> None:
 
         async def member(index: int) -> Rollout:
-            async with slots:
+            async with self.slots:
                 self.state.rollouts_running += 1
                 try:
                     rollout = await self.runner.run(row, group_id=group_id, member=index, seed=seed)
@@ -101,7 +103,7 @@ class Generation:
                 return rollout
 
         async with asyncio.TaskGroup() as tasks:
-            members = [tasks.create_task(member(index)) for index in range(section.num_generations)]
+            members = [tasks.create_task(member(index)) for index in range(self.config.rollout.num_generations)]
         group = Group(group_id, task_name(row), [task.result() for task in members])
         await self._gathered(group)
 

@@ -141,7 +141,7 @@ async def evaluate_only(config: RunConfig, inputs: Inputs, *, console: Console |
             label="eval",
             samples=config.eval.samples,
             temperature=config.eval.temperature,
-            concurrency=config.rollout.max_concurrent_rollouts,
+            slots=asyncio.Semaphore(config.rollout.max_concurrent_rollouts),
             seed=config.run.seed,
             state=state,
         )

@@ -66,7 +66,12 @@ class TrainingRun:
     lineage: str = field(default_factory=lambda: secrets.token_hex(2))
     proven: set[str] = field(default_factory=set)
     """Policy versions whose weights the engine was shown to hold."""
+    evaluations: list[Evaluation] = field(default_factory=list)
     _proofs: asyncio.Condition = field(default_factory=asyncio.Condition)
+    _fed: asyncio.Event = field(default_factory=asyncio.Event)
+    """The learner has its first batch."""
+    _may_update: asyncio.Event = field(default_factory=asyncio.Event)
+    """The starting weights are evaluated: the engine may get others."""
     _leased: dict[int, Batch] = field(default_factory=dict)
 
     async def run(self) -> RunResult:
@@ -83,7 +88,6 @@ class TrainingRun:
         self.generation = Generation(config, runner, self.journal, order, assembler, self.state)
         self.metrics = MetricsLog(config.run_dir / "metrics.jsonl")
         self.journal.set_meta("lineages", [*(self.journal.meta("lineages") or []), self.lineage])
-        evaluations: list[Evaluation] = []
         self.state.learner = "starting"
         learner = await start_learner(
             self._learner_spec(),
@@ -95,20 +99,18 @@ class TrainingRun:
         )
         try:
             await self._first_sync(learner)
-            if config.eval.at_start and self.eval_rows:
-                evaluations.append(await self._evaluate(runner, "start"))
-            ended = await self._train(learner)
+            ended = await self._train(learner, runner)
             self.journal.drop_running("run_ended")
             if config.eval.at_end and self.eval_rows:
-                evaluations.append(await self._evaluate(runner, "end"))
+                await self._evaluate(runner, "end")
             self.state.phase = "saving"
             checkpoint = await learner.stop(timeout=config.learner.step_timeout_s)
             self._durable(checkpoint)
         finally:
             await learner.close()
             self.state.learner = "stopped"
-        self.journal.set_meta("evaluations", [evaluation.as_dict() for evaluation in evaluations])
-        return RunResult(config.run_dir, self.state.step, Path(checkpoint["path"]), evaluations, ended)
+        self.journal.set_meta("evaluations", [evaluation.as_dict() for evaluation in self.evaluations])
+        return RunResult(config.run_dir, self.state.step, Path(checkpoint["path"]), self.evaluations, ended)
 
     def _learner_spec(self) -> LearnerSpec:
         learner, sync, checkpoint = self.config.learner, self.config.sync, self.config.checkpoint
@@ -140,6 +142,7 @@ class TrainingRun:
             threads=self.services.learner_threads,
             sync_backend=sync.backend,
             sync_timeout_s=sync.timeout_s,
+            link_timeout_s=learner.step_timeout_s,  # a sync may have to wait for an evaluation
             probe_tokens=sync.probe_tokens,
             probe_bound=sync.probe_bound,
             checkpoint_every=checkpoint.every,
@@ -154,6 +157,8 @@ class TrainingRun:
             raise LearnerError(f"the learner sent {message.type!r} before its first weight sync")
 
     async def _hold(self, version: str) -> None:
+        if parse_version(version)[1] > 0:
+            await self._may_update.wait()
         self.state.learner, self.state.holding = "syncing", True
         await self.services.hold(f"weights {version}", self.config.proxy.hold_timeout_s)
 
@@ -169,30 +174,39 @@ class TrainingRun:
             f"weights {report.version} proven: mean |Δlogp| {proof['mean_abs']:.1e} over {proof['tokens']} tokens, {seconds:.1f} s in all"
         )
 
-    async def _evaluate(self, runner: RolloutRunner, label: str) -> Evaluation:
-        section = self.config.eval
+    async def _evaluate(self, runner: RolloutRunner, label: str) -> None:
+        section, phase = self.config.eval, self.state.phase
         if self.eval_factory is not None:
             runner = replace(runner, factory=self.eval_factory)
-        rows = self.eval_rows[: section.max_tasks or None]
-        return await evaluate(
+        evaluation = await evaluate(
             runner,
-            rows,
+            self.eval_rows[: section.max_tasks or None],
             label=label,
             samples=section.samples,
             temperature=section.temperature,
-            concurrency=self.config.rollout.max_concurrent_rollouts,
+            slots=self.generation.slots,
             seed=self.config.run.seed,
             state=self.state,
         )
+        self.evaluations.append(evaluation)
+        self.state.phase = phase
 
-    async def _train(self, learner: LearnerProcess) -> str:
+    async def _evaluate_start(self, runner: RolloutRunner) -> None:
+        """While the learner works on its first batch: the engine still serves the weights that the run started from."""
+        if self.config.eval.at_start and self.eval_rows:
+            await self._fed.wait()
+            await self._evaluate(runner, "start")
+        self._may_update.set()
+
+    async def _train(self, learner: LearnerProcess, runner: RolloutRunner) -> str:
         self.state.phase = "training"
         self.state.training_since = time.monotonic()
         ended = "done"
         try:
             async with asyncio.TaskGroup() as tasks:
                 background = [tasks.create_task(self.generation.produce()), tasks.create_task(self._feed(learner))]
-                background += [tasks.create_task(self._watch_idle()), tasks.create_task(self.services.watch(learner.resync))]
+                background += [tasks.create_task(self._evaluate_start(runner)), tasks.create_task(self._watch_idle())]
+                background += [tasks.create_task(self.services.watch(learner.resync))]
                 await self._record(learner, self.config.run.steps)
                 for task in background:
                     task.cancel()
@@ -200,6 +214,7 @@ class TrainingRun:
             ended = "solved"
         except* HarnessRLError as group:
             raise first_error(group) from None
+        self._may_update.set()
         if self._leased:  # solved while the learner was at work: take its last results before anything else is asked of it
             await self._record(learner, max(self._leased))
         return ended
@@ -215,6 +230,7 @@ class TrainingRun:
             self._leased[batch.step] = batch
             self.journal.move_groups([group.group_id for group in batch.groups], GroupState.LEASED, step=batch.step)
             await learner.link.send_batch(batch.step, batch.rows, timeout)
+            self._fed.set()
 
     async def _wait_for_proof(self, versions: set[str]) -> None:
         """What in-flight calls sampled between an update and its proof trains only once the proof has passed (invariant 6)."""

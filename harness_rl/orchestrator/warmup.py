@@ -184,7 +184,7 @@ async def _measure(config: RunConfig, runner: RolloutRunner, rows: list[dict[str
         label=label,
         samples=1,
         temperature=config.rollout.temperature,
-        concurrency=config.rollout.max_concurrent_rollouts,
+        slots=asyncio.Semaphore(config.rollout.max_concurrent_rollouts),
         seed=config.run.seed,
         state=state,
     )

@@ -13,8 +13,9 @@ from harness_rl.config import RunConfig
 from harness_rl.errors import InvariantError
 from harness_rl.metrics import RunState
 from harness_rl.orchestrator.batches import Batch, Group
+from harness_rl.orchestrator.journal import Journal
 from harness_rl.orchestrator.learner_process import SyncReport
-from harness_rl.orchestrator.rollout import Rollout
+from harness_rl.orchestrator.rollout import Rollout, RolloutRunner
 from harness_rl.orchestrator.run import TrainingRun
 from harness_rl.orchestrator.stepmetrics import step_metrics
 
@@ -40,6 +41,34 @@ async def test_tokens_of_an_update_train_only_once_its_proof_has_passed():
 async def test_tokens_that_are_never_proven_stop_the_run_by_name():
     with pytest.raises(InvariantError, match="sampled by a-7"):
         await a_run(timeout_s=0.05)._wait_for_proof({"a-7"})
+
+
+async def test_the_first_update_waits_until_the_starting_weights_are_evaluated(tmp_path):
+    gate, holds = asyncio.Event(), []
+
+    async def play(task, episode):
+        await gate.wait()
+        return outcome(1.0)
+
+    async def hold(reason, timeout_s):
+        holds.append(reason)
+
+    factory, journal = FakeFactory(play), Journal(tmp_path / "journal.sqlite")
+    config = RunConfig.model_validate({"eval": {"at_start": True, "samples": 2}})
+    services = SimpleNamespace(hold=hold)
+    run = TrainingRun(config, services, factory, [], factory.prompt_rows(), None, RunState("t", 1), journal, tmp_path)
+    run.generation = SimpleNamespace(slots=asyncio.Semaphore(1))
+    async with asyncio.timeout(5), asyncio.TaskGroup() as tasks:
+        tasks.create_task(run._evaluate_start(RolloutRunner(factory, journal, None, 0)))
+        await run._hold("a-0")  # the weights that the run starts from
+        run._fed.set()
+        update = tasks.create_task(run._hold("a-1"))
+        await asyncio.sleep(0.05)
+        assert (holds, len(factory.episodes)) == (["weights a-0"], 1)
+        gate.set()
+        await update
+    assert [(evaluation.label, evaluation.reward) for evaluation in run.evaluations] == [("start", 1.0)]
+    assert len(factory.episodes) == 2 * len(factory.prompt_rows())
 
 
 def test_step_metrics_count_every_scored_rollout_and_every_call_once():
