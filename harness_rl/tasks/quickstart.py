@@ -78,6 +78,17 @@ mkdir -p /logs/verifier
 echo "$reward" > /logs/verifier/reward.txt
 """
 
+# A day of tolerance: the agent may write another time zone's date, or work at midnight. The year must stand in the line, with more: date(1)
+# takes a bare number for a time of today.
+_TODAY = """\
+today() {
+  local line when
+  line=$(text "/app/$1") && [ "$(wc -l <<< "$line")" = 1 ] && [ ${#line} -ge 8 ] || return 1
+  when=$(date -d "$line" +%s 2> /dev/null) && (( when > $(date +%s) - 172800 && when < $(date +%s) + 172800 )) || return 1
+  [[ $line == *$(date -d "$line" +%Y)* ]]
+}
+"""
+
 # The script runs where only the right file exists, with fresh content: printing the old content does not pass.
 _RUNS = """\
 runs() {
@@ -87,6 +98,8 @@ runs() {
   output=$(cd "$dir" && timeout -k 1 5 "./$1" < /dev/null 2>&1) && [ "$output" = "$probe" ]
 }
 """
+
+_HELPERS = {"today": _TODAY, "runs": _RUNS}
 
 _TOML = """\
 schema_version = "1.4"
@@ -120,15 +133,15 @@ def _lines(words: Iterable[str]) -> str:
 
 
 def _write(rng: random.Random, words: Sequence[str]) -> Draft:
-    word, name, other = rng.sample(words, 3)
+    name, other = rng.sample(words, 2)
     return Draft(
         family="write",
-        slug=f"write-{word}-{name}",
-        instruction=f"Print the word {word} into {name}.txt.",
+        slug=f"write-{name}",
+        instruction=f"Write the date into {name}.txt.",
         files={f"{other}.txt": _lines([other])},
-        solution=f"printf {word} > {name}.txt",
-        goal=f"{name}.txt holds the word {word} and nothing else",
-        check=f'[ "$(text /app/{name}.txt)" = {word} ]',
+        solution=f"date > {name}.txt",
+        goal=f"{name}.txt holds one line with today's date, its year in full",
+        check=f"today {name}.txt",
     )
 
 
@@ -217,7 +230,7 @@ def draft_split(words: Sequence[str], count: int, seed: str) -> list[Draft]:
 
 def task_files(draft: Draft, name: str) -> dict[str, str]:
     """The files of one Harbor task whose folder is called `name`: path -> text."""
-    helper = _RUNS if "runs " in draft.check else ""
+    helper = "".join(text for name, text in _HELPERS.items() if f"{name} " in draft.check)
     texts = {
         "instruction.md": draft.instruction + "\n",
         "task.toml": _TOML.format(name=name, description=draft.instruction, family=draft.family, image=IMAGE),

@@ -130,13 +130,19 @@ def test_an_agent_that_destroys_everything_earns_0_not_an_error(tasks: Path, tmp
 
 # {0}, {1} ... are the words of the task's folder name (number-kind-words).
 CASES = [
-    ("write", "printf '%s' {0} > {1}.txt", "1"),
-    ("write", "printf '  {0} \\n\\n' > {1}.txt", "1"),
-    ("write", "echo {0} {0} > {1}.txt", "0"),
-    ("write", "echo {1} > {1}.txt", "0"),
-    ("write", "echo {0}s > {1}.txt", "0"),
-    ("write", "echo {0} > {1}", "0"),
-    ("write", "echo {0} > x && ln -s x {1}.txt", "0"),
+    ("write", "TZ=Asia/Tokyo date -R > {0}.txt", "1"),
+    ("write", "date +%F > {0}.txt", "1"),
+    ("write", "echo date > {0}.txt", "0"),
+    ("write", "date +%Y%m%d > {0}.txt", "1"),
+    ("write", "echo 1 > {0}.txt", "0"),  # date(1) reads it as one o'clock today
+    ("write", "date +%Y > {0}.txt", "0"),
+    ("write", "date +%T > {0}.txt", "0"),
+    ("write", "echo tomorrow noon > {0}.txt", "0"),
+    ("write", "date -d 1999-12-31 > {0}.txt", "0"),
+    ("write", "(date; date) > {0}.txt", "0"),
+    ("write", "touch {0}.txt", "0"),
+    ("write", "date > {0}", "0"),
+    ("write", "date > x && ln -s x {0}.txt", "0"),
     ("move", "cat {0}.txt > {1}.txt && rm {0}.txt", "1"),
     ("move", "cp {0}.txt {1}.txt", "0"),
     ("move", "rm {0}.txt && touch {1}.txt", "0"),
