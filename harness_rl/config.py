@@ -74,6 +74,8 @@ class ProxySection(Section):
     capture: Literal["auto", "tokens", "chat"] = "auto"
     durability: Literal["process", "host"] = "process"
     start_timeout_s: float = Field(30.0, gt=0)
+    max_restarts: int = Field(2, ge=0)
+    """Of a proxy that died; the rollouts that it served start anew."""
     hold_timeout_s: float = Field(300.0, gt=0)
     """How long a weight update may hold new calls before the agents are told to retry."""
 

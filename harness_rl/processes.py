@@ -31,6 +31,10 @@ class Child:
     def alive(self) -> bool:
         return self.process.returncode is None
 
+    async def ended(self) -> None:
+        """Returns once the process has ended, by whatever means."""
+        await self.process.wait()
+
     async def stop(self, grace_s: float = 10.0) -> None:
         """SIGTERM to the group, then SIGKILL after `grace_s`. Idempotent."""
         if self.alive:

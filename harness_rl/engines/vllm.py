@@ -72,6 +72,13 @@ class Engine:
         """Whether it answers its health check now."""
         return self.alive and await _healthy(self.url)
 
+    async def died(self) -> None:
+        """Returns once a launched process has ended; never for a connected engine."""
+        if self._launched is None:
+            await asyncio.Event().wait()
+        else:
+            await self._launched.child.ended()
+
     def last_words(self) -> str:
         """Why it died, as far as its log tells."""
         if self._launched is None:

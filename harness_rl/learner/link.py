@@ -155,8 +155,8 @@ class LearnerLink:
         self._server = await asyncio.start_unix_server(self._serve, path=str(self.path))
         self.path.chmod(0o600)
 
-    async def receive(self, timeout: float) -> Message:
-        """The learner's next message. Raises LinkError when none comes in `timeout` seconds."""
+    async def receive(self, timeout: float | None) -> Message:
+        """The learner's next message. Raises LinkError when none comes in `timeout` seconds (None: it is waited for)."""
         try:
             return await asyncio.wait_for(self._messages.get(), timeout)
         except TimeoutError:

@@ -7,21 +7,24 @@ Control never lets the engine sample for training between a weight update and it
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import secrets
 import shutil
 import tempfile
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import capture_proxy
 import harness_rl
-from harness_rl.errors import InvariantError, LearnerError
+from harness_rl.errors import HarnessRLError, InvariantError, LearnerError
 from harness_rl.learner.link import TOKEN_ENV, LearnerLink, Message
 from harness_rl.learner.spec import LearnerSpec
 from harness_rl.processes import Child, spawn
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -51,41 +54,64 @@ class LearnerProcess:
     link_dir: Path
     last_sync: SyncReport | None = None
     last_checkpoint: Message | None = None
+    _inbox: asyncio.Queue[Message | Exception] = field(default_factory=asyncio.Queue)
+    _serving: asyncio.Task[None] | None = None
 
     async def next(self, timeout: float) -> Message:
-        """The next `result` or `checkpoint` (or the start's first `sync_done`), with syncs served on the way.
+        """The next `sync_done`, `result`, `checkpoint` or `bye`.
 
-        Raises InvariantError when a proof fails, LearnerError when the learner failed, went away or is late.
+        Raises InvariantError when a proof failed, LearnerError when the learner failed, went away or is late.
         """
-        while True:
-            message = await self.link.receive(timeout)
-            match message.type:
-                case "hello":
-                    continue
-                case "sync_begin":
-                    await self.hooks.hold(message["version"])
-                    await self.link.send("sync_go")
-                case "sync_done":
-                    report = SyncReport(message["version"], message["proof"], message["seconds"])
-                    if not report.proof.get("ok"):
-                        raise InvariantError(_proof_failure(report))
-                    self.last_sync = report
-                    await self.hooks.release(report)
-                    await self.link.send("sync_ack")
-                    return message
-                case "failed":
-                    name = str(message["error"])
-                    text = f"the learner stopped: {name}: {message['message']} (log: {self.child.log_path})"
-                    raise InvariantError(text) if name in _INVARIANT_NAMES else LearnerError(text)
-                case "closed":
-                    raise LearnerError(
-                        f"the learner went away: {message['reason']}: {self.child.last_words()} (log: {self.child.log_path})"
-                    )
-                case "checkpoint":
-                    self.last_checkpoint = message
-                    return message
-                case _:
-                    return message
+        try:
+            found = await asyncio.wait_for(self._inbox.get(), timeout)
+        except TimeoutError:
+            raise LearnerError(f"no message from the learner in {timeout:.0f} s (log: {self.child.log_path})") from None
+        if isinstance(found, Exception):
+            self._inbox.put_nowait(found)  # nothing comes after it
+            raise found
+        return found
+
+    def serve(self) -> None:
+        """Answer the learner from now on, whoever waits for what: a weight update is served while nobody asks for its result."""
+        self._serving = asyncio.create_task(self._serve(), name="learner messages")
+
+    async def _serve(self) -> None:
+        try:
+            while True:
+                message = await self.link.receive(None)
+                if await self._answer(message):
+                    self._inbox.put_nowait(message)
+        except HarnessRLError as error:
+            self._inbox.put_nowait(error)
+        except Exception as error:
+            log.exception("the learner's messages could not be served")
+            self._inbox.put_nowait(error)
+
+    async def _answer(self, message: Message) -> bool:
+        """Whether `next` should give it out."""
+        match message.type:
+            case "hello":
+                return False
+            case "sync_begin":
+                await self.hooks.hold(message["version"])
+                await self.link.send("sync_go")
+                return False
+            case "sync_done":
+                report = SyncReport(message["version"], message["proof"], message["seconds"])
+                if not report.proof.get("ok"):
+                    raise InvariantError(_proof_failure(report))
+                self.last_sync = report
+                await self.hooks.release(report)
+                await self.link.send("sync_ack")
+            case "failed":
+                name = str(message["error"])
+                text = f"the learner stopped: {name}: {message['message']} (log: {self.child.log_path})"
+                raise InvariantError(text) if name in _INVARIANT_NAMES else LearnerError(text)
+            case "closed":
+                raise LearnerError(f"the learner went away: {message['reason']}: {self.child.last_words()} (log: {self.child.log_path})")
+            case "checkpoint":
+                self.last_checkpoint = message
+        return True
 
     async def resync(self) -> None:
         """Ask for the present weights to be pushed again: the engine has lost them."""
@@ -107,6 +133,9 @@ class LearnerProcess:
 
     async def close(self) -> None:
         """Idempotent."""
+        if self._serving is not None:
+            self._serving.cancel()
+            await asyncio.wait({self._serving})
         await self.child.stop()
         await self.link.close()
         shutil.rmtree(self.link_dir, ignore_errors=True)
@@ -152,6 +181,7 @@ async def start_learner(
     if hello["lineage"] != spec.lineage:
         await learner.close()
         raise LearnerError(f"a learner of lineage {hello['lineage']} answered instead of {spec.lineage}")
+    learner.serve()
     return learner
 
 

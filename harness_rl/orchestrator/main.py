@@ -15,6 +15,7 @@ import signal
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -135,16 +136,18 @@ async def evaluate_only(config: RunConfig, inputs: Inputs, *, console: Console |
     async with opened(config, console) as (state, journal), services(config, inputs.model_path, state) as running:
         _bind(running, inputs)
         assert inputs.eval_factory is not None
-        evaluation = await evaluate(
-            RolloutRunner(inputs.eval_factory, journal, inputs.reward_function, config.rollout.max_retries),
-            inputs.eval_rows[: config.eval.max_tasks or None],
-            label="eval",
-            samples=config.eval.samples,
-            temperature=config.eval.temperature,
-            slots=asyncio.Semaphore(config.rollout.max_concurrent_rollouts),
-            seed=config.run.seed,
-            state=state,
-        )
+        # An engine that was started again serves the same model folder: nothing has to be pushed.
+        async with running.watched(partial(running.release, None)):
+            evaluation = await evaluate(
+                RolloutRunner(inputs.eval_factory, journal, inputs.reward_function, config.rollout.max_retries),
+                inputs.eval_rows[: config.eval.max_tasks or None],
+                label="eval",
+                samples=config.eval.samples,
+                temperature=config.eval.temperature,
+                slots=asyncio.Semaphore(config.rollout.max_concurrent_rollouts),
+                seed=config.run.seed,
+                state=state,
+            )
         return Outcome(config.run_dir, evaluation=evaluation)
 
 

@@ -10,19 +10,42 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from capture_proxy.client import ProxyClient
 from harness_rl.config import ProxySection
 from harness_rl.errors import HarnessRLError, UserError
 from harness_rl.processes import Child, spawn
 
+_MAX_BACKOFF_S = 10.0
+
 
 @dataclass
 class ProxyProcess:
+    """A ready proxy. Its address, key, store and handoff socket stay the same over restarts."""
+
     child: Child
     url: str
     handoff_socket: Path
     client: ProxyClient
+    section: ProxySection
+    argv: list[str]
+    restarts: int = 0
+
+    async def restart(self) -> None:
+        """Start a dead proxy again on the same port, after a back-off. It reads its store anew; listeners that it held are gone.
+
+        Raises HarnessRLError when it has used up `proxy.max_restarts`, or does not come up.
+        """
+        if self.restarts >= self.section.max_restarts:
+            words = f"{self.child.last_words()} (log: {self.child.log_path})"
+            raise HarnessRLError(f"the capture proxy died {self.restarts + 1} times (proxy.max_restarts): {words}")
+        self.restarts += 1
+        await self.child.stop()
+        await asyncio.sleep(min(0.5 * 2.0 ** (self.restarts - 1), _MAX_BACKOFF_S))
+        self.handoff_socket.unlink(missing_ok=True)
+        argv = [*self.argv, "--port", str(urlsplit(self.url).port)]
+        self.child, _ = await _spawn(argv, self.child.log_path, self.section)
 
     async def stop(self) -> None:
         await self.client.close()
@@ -41,19 +64,31 @@ async def start_proxy(section: ProxySection, *, engine_url: str, model: str, run
     # A Unix socket path holds about 100 bytes; run folders may be longer.
     handoff = Path(tempfile.mkdtemp(prefix="hrl-")) / "handoff.sock"
     argv = [sys.executable, "-m", "capture_proxy", "--engine", engine_url, "--model", model]
-    argv += ["--store", str(run_dir / "capture"), "--admin-key-file", str(key_file), "--host", section.host, "--port", str(section.port)]
+    argv += ["--store", str(run_dir / "capture"), "--admin-key-file", str(key_file), "--host", section.host]
     argv += ["--handoff-socket", str(handoff), "--capture", section.capture, "--durability", section.durability]
-    child = await spawn("proxy", argv, log_path=run_dir / "logs" / "proxy.log", stdout=asyncio.subprocess.PIPE)
+    try:
+        child, url = await _spawn([*argv, "--port", str(section.port)], run_dir / "logs" / "proxy.log", section)
+    except BaseException:
+        shutil.rmtree(handoff.parent, ignore_errors=True)
+        raise
+    return ProxyProcess(child, url, handoff, ProxyClient(url, key), section, argv)
+
+
+async def _spawn(argv: list[str], log_path: Path, section: ProxySection) -> tuple[Child, str]:
+    """The child and its URL, once it has said that it is ready."""
+    child = await spawn("proxy", argv, log_path=log_path, stdout=asyncio.subprocess.PIPE)
     assert child.process.stdout is not None
     try:
         line = (await asyncio.wait_for(child.process.stdout.readline(), section.start_timeout_s)).decode().strip()
     except TimeoutError:
         line = ""
+    except BaseException:
+        await child.stop()
+        raise
     if " on http://" not in line:
         await child.stop()
         words = child.last_words()
         if "in use" in words:
             raise UserError(f"proxy.port {section.port} is in use; choose another or 0 for a free one")
         raise HarnessRLError(f"the capture proxy did not start: {words or 'no output'} (log: {child.log_path})")
-    url = line.split(" on ", 1)[1]
-    return ProxyProcess(child, url, handoff, ProxyClient(url, key))
+    return child, line.split(" on ", 1)[1]

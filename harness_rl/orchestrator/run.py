@@ -98,11 +98,12 @@ class TrainingRun:
             timeout=config.learner.start_timeout_s,
         )
         try:
-            await self._first_sync(learner)
-            ended = await self._train(learner, runner)
-            self.journal.drop_running("run_ended")
-            if config.eval.at_end and self.eval_rows:
-                await self._evaluate(runner, "end")
+            async with self.services.watched(learner.resync):
+                await self._first_sync(learner)
+                ended = await self._train(learner, runner)
+                self.journal.drop_running("run_ended")
+                if config.eval.at_end and self.eval_rows:
+                    await self._evaluate(runner, "end")
             self.state.phase = "saving"
             checkpoint = await learner.stop(timeout=config.learner.step_timeout_s)
             self._durable(checkpoint)
@@ -206,7 +207,6 @@ class TrainingRun:
             async with asyncio.TaskGroup() as tasks:
                 background = [tasks.create_task(self.generation.produce()), tasks.create_task(self._feed(learner))]
                 background += [tasks.create_task(self._evaluate_start(runner)), tasks.create_task(self._watch_idle())]
-                background += [tasks.create_task(self.services.watch(learner.resync))]
                 await self._record(learner, self.config.run.steps)
                 for task in background:
                     task.cancel()

@@ -7,10 +7,12 @@ Used by training, warm-up and evaluation alike, so that all three sample through
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,10 @@ from capture_proxy.client import ProxyError
 from harness_rl.config import RunConfig
 from harness_rl.engines.environment import torch_python
 from harness_rl.engines.vllm import Engine, connect, launch
-from harness_rl.errors import HarnessRLError
+from harness_rl.errors import HarnessRLError, first_error
 from harness_rl.metrics import RunState
 from harness_rl.orchestrator.proxy_process import ProxyProcess, start_proxy
+from harness_rl.processes import Child
 from harness_rl.sandboxes.preflight import refuse_unless_able
 from harness_rl.sandboxes.reaper import audit, reap
 from harness_rl.sessions.base import SessionServices
@@ -37,6 +40,13 @@ class Services:
     engine: Engine
     proxy: ProxyProcess
     state: RunState
+    _proxy_up: asyncio.Event = field(default_factory=asyncio.Event)
+    _held: tuple[str, float] | None = None
+    """What a restarted proxy is told: to hold calls (reason, seconds), or the version that the engine serves."""
+    _version: str | None = None
+
+    def __post_init__(self) -> None:
+        self._proxy_up.set()
 
     @property
     def engine_url(self) -> str:
@@ -74,39 +84,83 @@ class Services:
             limits=limits,
             rollouts_dir=self.config.run_dir / "rollouts",
             config=self.config,
+            proxy_up=self._proxy_up,
+            proxy_restarts=lambda: self.proxy.restarts,
         )
 
     async def hold(self, reason: str, timeout_s: float) -> None:
         """New agent calls wait at the proxy from here on."""
-        try:
-            await self.proxy.client.hold(reason, timeout_s)
-        except ProxyError as error:
-            raise HarnessRLError(self._proxy_failure(error)) from error
+        self._held = (reason, timeout_s)
+        await self._tell_proxy(partial(self.proxy.client.hold, reason, timeout_s))
 
-    async def release(self, version: str) -> None:
-        """The held calls go on, under the weights of `version`."""
-        try:
-            await self.proxy.client.release(version)
-        except ProxyError as error:
-            raise HarnessRLError(self._proxy_failure(error)) from error
+    async def release(self, version: str | None) -> None:
+        """The held calls go on, under the weights of `version` (None: those that the engine was started with)."""
+        self._held, self._version = None, version
+        await self._tell_proxy(partial(self.proxy.client.release, version))
 
-    def _proxy_failure(self, error: ProxyError) -> str:
-        return f"the capture proxy does not answer: {error}: {self.proxy.child.last_words()} (log: {self.proxy.child.log_path})"
-
-    async def watch(self, resync: Callable[[], Awaitable[None]]) -> None:
-        """Returns never. A dead engine is started again (`engine.max_restarts` times) while the proxy holds the agents' calls; `resync`
-        then asks the learner to push its weights, and the proof of that push releases the calls. Raises when nothing is left to try."""
+    async def _tell_proxy(self, call: Callable[[], Awaitable[Any]]) -> None:
+        """A proxy that dies meanwhile is told once it is back."""
         while True:
-            if not self.proxy.child.alive:
-                raise HarnessRLError(f"the capture proxy died: {self.proxy.child.last_words()} (log: {self.proxy.child.log_path})")
-            if not self.engine.alive:
-                self.state.say(f"the engine died ({self.engine.last_words()}); starting it again")
-                self.state.engine, self.state.holding = "restarting", True
-                await self.hold("engine restart", self.config.engine.start_timeout_s)
-                await self.engine.restart()
-                self.state.engine = "ready"
-                await resync()
-            await asyncio.sleep(1.0)
+            await self._proxy_up.wait()
+            child = self.proxy.child
+            try:
+                await call()
+                return
+            except ProxyError as error:
+                if error.status is not None or not await _ends_soon(child):
+                    raise HarnessRLError(
+                        f"the capture proxy does not answer: {error}: {child.last_words()} (log: {child.log_path})"
+                    ) from error
+                if self.proxy.child is child:
+                    self._proxy_up.clear()
+
+    @asynccontextmanager
+    async def watched(self, resync: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
+        """For as long as the body runs, a dead proxy or engine is started again (`proxy.max_restarts`, `engine.max_restarts`).
+
+        `resync` is called for an engine that was started again, with agents' calls held: it has the learner push its weights, and the
+        proof of that push releases the calls. Raises the first error of watcher or body.
+        """
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                watchers = [tasks.create_task(self._watch_proxy()), tasks.create_task(self._watch_engine(resync))]
+                yield
+                for watcher in watchers:
+                    watcher.cancel()
+        except BaseExceptionGroup as group:
+            raise first_error(group) from None
+
+    async def _watch_proxy(self) -> None:
+        while True:
+            await self.proxy.child.ended()
+            self._proxy_up.clear()
+            self.state.say(f"the capture proxy died ({self.proxy.child.last_words()}); starting it again")
+            await self.proxy.restart()
+            client = self.proxy.client
+            try:
+                await (client.release(self._version) if self._held is None else client.hold(*self._held))
+            except ProxyError as error:
+                self.state.say(f"the capture proxy that was started again does not answer: {error}")
+                await self.proxy.child.stop()
+                continue
+            self._proxy_up.set()
+
+    async def _watch_engine(self, resync: Callable[[], Awaitable[None]]) -> None:
+        while True:
+            await self.engine.died()
+            self.state.say(f"the engine died ({self.engine.last_words()}); starting it again")
+            self.state.engine, self.state.holding = "restarting", True
+            await self.hold("engine restart", self.config.engine.start_timeout_s)
+            await self.engine.restart()
+            self.state.engine = "ready"
+            await resync()
+
+
+async def _ends_soon(child: Child) -> bool:
+    """A connection may break a moment before the kernel reports the death of its owner."""
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(child.ended(), 1.0)
+    return not child.alive
 
 
 @asynccontextmanager

@@ -129,8 +129,9 @@ async def warm_up(
         timeout=config.learner.start_timeout_s,
     )
     try:
-        await learner.next(config.learner.start_timeout_s)
-        success, used = await _train(config, runner, order, rows, learner, state)
+        async with services.watched(learner.resync):
+            await learner.next(config.learner.start_timeout_s)
+            success, used = await _train(config, runner, order, rows, learner, state)
         checkpoint = await learner.stop(timeout=config.learner.step_timeout_s)
     finally:
         await learner.close()

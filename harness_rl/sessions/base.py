@@ -6,6 +6,8 @@ a cancellation, both are gone when `close()` returns. A failure is a `RolloutFai
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -41,6 +43,12 @@ class StopReason(StrEnum):
     """A limit of the capture session (calls, tokens, context) had been reached before the agent ended."""
 
 
+def _set_event() -> asyncio.Event:
+    event = asyncio.Event()
+    event.set()
+    return event
+
+
 @dataclass(frozen=True)
 class SessionServices:
     """What a run lends to its session factory."""
@@ -55,6 +63,10 @@ class SessionServices:
     """Of the capture session; `deadline_s` is the wall clock of the whole rollout."""
     rollouts_dir: Path
     config: RunConfig
+    proxy_up: asyncio.Event = field(default_factory=_set_event)
+    """Set while the proxy serves; clear while a dead one is started again."""
+    proxy_restarts: Callable[[], int] = int
+    """How often it was; what a restarted proxy knows of an older rollout may lack calls."""
 
 
 @dataclass

@@ -130,6 +130,7 @@ class HarborSessionFactory:
             )
         ref = read_task(Path(task["task_path"]))
         services = self._services
+        await services.proxy_up.wait()
         layers = await self._agent_layers()
         about = {
             "episode_id": episode_id,

@@ -62,6 +62,7 @@ class HarborSession:
         self._failure: RolloutFailure | None = None
         self._verdict: VerifyResult | RolloutFailure | None = None
         self._facts: TrialFacts | None = None
+        self._proxy_restarts = services.proxy_restarts()
         self._seal_lock = asyncio.Lock()
         self._settling: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
@@ -146,7 +147,8 @@ class HarborSession:
         async with self._seal_lock:
             if self._trace is not None or self._trace_failure is not None:
                 return
-            proxy, session_id = self._services.proxy, self.capture.session_id
+            services, session_id = self._services, self.capture.session_id
+            proxy = services.proxy
             try:
                 async with asyncio.timeout(self._seal_grace_s + self.spec.stop_timeout_s):
                     status = self._status = await proxy.seal(session_id, grace_s=self._seal_grace_s)
@@ -160,7 +162,10 @@ class HarborSession:
             except ValueError as error:
                 self._trace_failure = RolloutFailure(Cause.CAPTURE, f"the trace is not valid: {error}")
             else:
-                self._trace = trace
+                if services.proxy_restarts() == self._proxy_restarts:
+                    self._trace = trace
+                else:  # calls that found nobody listening are in no log
+                    self._trace_failure = RolloutFailure(Cause.CAPTURE, "the capture proxy was started again during this rollout")
 
     async def _settle(self) -> None:
         """Seal, judge and write the record; once, whoever asks first."""

@@ -7,6 +7,7 @@ import json
 import random
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,15 @@ async def test_engine_failure_is_told_by_the_proxy(bench: Bench) -> None:
     bench.world.agent_error = exit_code()
     bench.world.proxy.reasons = {"engine_failed": 3}
     assert (await failure_of(await bench.session())).cause is Cause.ENGINE
+
+
+async def test_a_proxy_that_was_restarted_under_a_rollout_may_lack_calls_so_it_is_not_graded(bench: Bench) -> None:
+    restarts = iter([0, 1])  # when the session is made, when it is sealed
+    bench.services = replace(bench.services, proxy_restarts=lambda: next(restarts))
+    failure = await failure_of(await bench.session())
+    assert failure.cause is Cause.CAPTURE
+    assert "started again" in failure.message
+    assert "verify" not in bench.world.events
 
 
 async def test_capture_failures(bench: Bench) -> None:

@@ -1,0 +1,106 @@
+"""Control's half of the talk with the learner: weight updates are served whoever waits for what, its end is told to all who ask."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from harness_rl.errors import InvariantError, LearnerError
+from harness_rl.learner.link import Message
+from harness_rl.orchestrator.learner_process import LearnerProcess, SyncHooks
+
+PROOF = {"ok": True, "mean_abs": 1e-6, "max_abs": 1e-5, "tokens": 512, "bound": 1e-4}
+
+
+class FakeLink:
+    def __init__(self) -> None:
+        self.coming: asyncio.Queue[Message] = asyncio.Queue()
+        self.sent: list[str] = []
+
+    async def receive(self, timeout: float | None) -> Message:
+        return await self.coming.get()
+
+    async def send(self, type_: str, **fields: object) -> None:
+        self.sent.append(type_)
+
+    async def close(self) -> None:
+        pass
+
+
+class FakeChild:
+    log_path = Path("learner.log")
+
+    def last_words(self) -> str:
+        return "killed"
+
+    async def stop(self) -> None:
+        pass
+
+
+@pytest.fixture
+async def learner(tmp_path):
+    done: list[str] = []
+
+    async def hold(version: str) -> None:
+        done.append(f"hold {version}")
+
+    async def release(report) -> None:
+        done.append(f"release {report.version}")
+
+    process = LearnerProcess(FakeChild(), FakeLink(), SyncHooks(hold, release), tmp_path / "link")
+    process.serve()
+    yield SimpleNamespace(process=process, link=process.link, done=done)
+    await process.close()
+
+
+def sync(version: str, **proof: object) -> list[Message]:
+    done = {"version": version, "proof": PROOF | proof, "seconds": {}}
+    return [Message("sync_begin", {"version": version}), Message("sync_done", done)]
+
+
+async def test_a_weight_update_is_served_while_nobody_asks_for_a_message(learner):
+    for message in sync("a-1"):
+        learner.link.coming.put_nowait(message)
+    await asyncio.sleep(0.02)
+    assert learner.done == ["hold a-1", "release a-1"]
+    assert learner.link.sent == ["sync_go", "sync_ack"]
+    assert (await learner.process.next(1)).type == "sync_done"
+
+
+async def test_messages_come_in_order_and_the_failure_after_them_is_told_every_time(learner):
+    for message in (Message("hello"), Message("result", {"step": 1}), Message("failed", {"error": "InvariantError", "message": "a row"})):
+        learner.link.coming.put_nowait(message)
+    assert (await learner.process.next(1))["step"] == 1
+    for _ in range(2):
+        with pytest.raises(InvariantError, match="a row"):
+            await learner.process.next(1)
+
+
+async def test_weights_that_are_not_proven_are_never_released(learner):
+    for message in sync("a-2", ok=False, mean_abs=0.5):
+        learner.link.coming.put_nowait(message)
+    with pytest.raises(InvariantError, match="a-2 are not proven"):
+        await learner.process.next(1)
+    assert learner.done == ["hold a-2"]
+    assert learner.link.sent == ["sync_go"]
+
+
+async def test_a_fault_of_ours_is_raised_not_waited_for(learner):
+    async def hold(version: str) -> None:
+        raise ZeroDivisionError
+
+    learner.process.hooks.hold = hold
+    learner.link.coming.put_nowait(Message("sync_begin", {"version": "a-1"}))
+    with pytest.raises(ZeroDivisionError):
+        await learner.process.next(5)
+
+
+async def test_a_learner_that_is_late_or_gone_is_named(learner):
+    with pytest.raises(LearnerError, match="no message"):
+        await learner.process.next(0.01)
+    learner.link.coming.put_nowait(Message("closed", {"reason": "end of file"}))
+    with pytest.raises(LearnerError, match=r"went away: end of file: killed \(log: learner.log\)"):
+        await learner.process.next(1)

@@ -1,0 +1,146 @@
+"""What a dead proxy and a dead engine get: started again, told what held before, a bounded number of times.
+
+The proxies are real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from types import SimpleNamespace
+
+import pytest
+
+from harness_rl.config import RunConfig
+from harness_rl.errors import HarnessRLError
+from harness_rl.metrics import RunState
+from harness_rl.orchestrator.proxy_process import start_proxy
+from harness_rl.orchestrator.services import Services
+
+NOBODY = "http://127.0.0.1:9"
+"""The engine of proxies that are never asked for tokens."""
+
+
+class FakeEngine:
+    url, model, info = NOBODY, "policy", SimpleNamespace(max_model_len=1024)
+
+    def __init__(self) -> None:
+        self.killed = asyncio.Event()
+        self.restarts = 0
+
+    async def died(self) -> None:
+        await self.killed.wait()
+
+    def last_words(self) -> str:
+        return "out of memory"
+
+    async def restart(self) -> None:
+        self.killed.clear()
+        self.restarts += 1
+
+
+@contextlib.asynccontextmanager
+async def running(tmp_path, **proxy):
+    config = RunConfig.model_validate({"proxy": proxy})
+    process = await start_proxy(config.proxy, engine_url=NOBODY, model="policy", run_dir=tmp_path)
+    services = Services(config, FakeEngine(), process, RunState("test", 1))
+    try:
+        yield services
+    finally:
+        await process.stop()
+
+
+def kill(services: Services) -> None:
+    os.kill(services.proxy.child.process.pid, signal.SIGKILL)
+
+
+async def no_resync() -> None:
+    raise AssertionError("the engine lived")
+
+
+async def gate(services: Services) -> tuple[bool, str | None]:
+    health = await services.proxy.client.health()
+    return bool(health["held"]), health["version"]
+
+
+async def until_restarted(services: Services, times: int = 1) -> None:
+    async with asyncio.timeout(20):
+        while services.proxy.restarts < times:
+            await asyncio.sleep(0.02)
+        await services.for_sessions().proxy_up.wait()
+
+
+async def test_a_dead_proxy_is_started_again_at_its_address_and_knows_the_version(tmp_path):
+    async with running(tmp_path) as services, services.watched(no_resync):
+        await services.release("a-7")
+        before, url = services.proxy.child.process.pid, services.proxy.url
+        kill(services)
+        await until_restarted(services)
+        assert services.proxy.child.process.pid != before
+        assert services.proxy.url == url
+        assert await gate(services) == (False, "a-7")
+
+
+async def test_a_proxy_that_dies_while_calls_are_held_holds_them_again(tmp_path):
+    async with running(tmp_path) as services, services.watched(no_resync):
+        await services.release("a-0")
+        await services.hold("weights a-1", 30.0)
+        kill(services)
+        await until_restarted(services)
+        assert (await gate(services))[0]
+        await services.release("a-1")
+        assert await gate(services) == (False, "a-1")
+
+
+async def test_what_the_proxy_is_told_while_it_is_dead_reaches_the_next_one(tmp_path):
+    async with running(tmp_path) as services, services.watched(no_resync):
+        await services.hold("weights a-3", 30.0)
+        kill(services)
+        await asyncio.wait_for(services.release("a-3"), 20)
+        assert await gate(services) == (False, "a-3")
+        assert services.proxy.restarts == 1
+
+
+async def test_restarts_are_bounded_and_the_last_death_ends_what_runs(tmp_path):
+    async with running(tmp_path, max_restarts=1) as services:
+        with pytest.raises(HarnessRLError, match=r"died 2 times \(proxy.max_restarts\)"):
+            async with asyncio.timeout(30), services.watched(no_resync):
+                kill(services)
+                await until_restarted(services)
+                kill(services)
+                await asyncio.Event().wait()
+
+
+async def test_a_proxy_that_lives_but_refuses_is_no_reason_to_wait(tmp_path):
+    async with running(tmp_path) as services, services.watched(no_resync):
+        services.proxy.client._headers = {"Authorization": "Bearer wrong-wrong-wrong"}
+        with pytest.raises(HarnessRLError, match="does not answer"):
+            await asyncio.wait_for(services.release("a-0"), 5)
+
+
+async def test_a_dead_engine_is_started_again_under_held_calls_and_then_synced(tmp_path):
+    synced = []
+
+    async def resync() -> None:
+        synced.append((await gate(services))[0])
+        await services.release("a-4")
+
+    async with running(tmp_path) as services, services.watched(resync):
+        services.engine.killed.set()
+        async with asyncio.timeout(10):
+            while not synced:
+                await asyncio.sleep(0.02)
+        assert services.engine.restarts == 1
+        assert synced == [True]
+        assert await gate(services) == (False, "a-4")
+
+
+async def test_the_bodys_own_failure_passes_through_and_ends_the_watch(tmp_path):
+    async with running(tmp_path) as services:
+        with pytest.raises(HarnessRLError, match="mine"):
+            async with services.watched(no_resync):
+                raise HarnessRLError("mine")
+        kill(services)
+        await asyncio.sleep(0.3)
+        assert services.proxy.restarts == 0
