@@ -192,13 +192,13 @@ class EvalSection(Section):
 
 class WarmupSection(Section):
     enabled: bool = False
-    demonstrations: int = Field(64, ge=1)
+    demonstrations: int = Field(72, ge=1)
     """At most so many episodes are captured and trained."""
-    batch: int = Field(8, ge=1)
-    learning_rate: float = Field(5e-5, gt=0)
+    batch: int = Field(6, ge=1)
+    learning_rate: float = Field(4e-5, gt=0)
     target_low: float = Field(0.25, ge=0, le=1)
     target_high: float = Field(0.5, ge=0, le=1)
-    check_from: int = Field(0, ge=0)
+    check_from: int = Field(24, ge=0)
     """Demonstrations before the first measurement of success."""
     check_every: int = Field(1, ge=1)
     """Optimizer steps between measurements."""

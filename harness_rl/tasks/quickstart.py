@@ -166,9 +166,9 @@ def _count(rng: random.Random, words: Sequence[str]) -> Draft:
         slug=f"count-{source}-{target}",
         instruction=f"Count the lines of {source}.txt into {target}.txt.",
         files={f"{source}.txt": _lines(content)},
-        solution=f"wc -l < {source}.txt > {target}.txt",
-        goal=f"{target}.txt holds the number of lines of {source}.txt and nothing else",
-        check=f'[ "$(text /app/{target}.txt)" = {len(content)} ]',
+        solution=f"wc -l {source}.txt > {target}.txt",
+        goal=f"{target}.txt holds the number of lines of {source}.txt, and at most that file's name besides",
+        check=f'[[ "$(text /app/{target}.txt)" =~ ^{len(content)}( {source}.txt)?$ ]]',
     )
 
 

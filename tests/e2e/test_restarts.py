@@ -1,10 +1,11 @@
-"""A real vLLM that is killed in the middle of a run: started again, given the learner's weights, proven, and the run goes on."""
+"""A real run whose vLLM and whose capture proxy are killed on the way: both are started again and the run ends whole."""
 
 from __future__ import annotations
 
 import os
 import re
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -55,17 +56,21 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def is_engine_worker(pid: int) -> bool:
-    try:
-        return b"VLLM::Worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+def find(owner: int, words: bytes) -> int:
+    """The descendant whose command line holds `words`."""
+    for pid in descendants(owner):
+        try:
+            if words in Path(f"/proc/{pid}/cmdline").read_bytes():
+                return pid
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    raise LookupError(f"no descendant of {owner} runs {words!r}")
 
 
 @pytest.mark.full
 @pytest.mark.engine
 @pytest.mark.root
-def test_a_killed_engine_is_started_again_synced_and_proven_and_the_run_ends_whole(tmp_path: Path) -> None:
+def test_a_killed_engine_and_a_killed_proxy_are_started_again_and_the_run_ends_whole(tmp_path: Path) -> None:
     generate(tmp_path / "tasks", train=6, heldout=6)
     config = tmp_path / "config.toml"
     config.write_text(CONFIG.format(dir=tmp_path, root=ROOT))
@@ -78,21 +83,34 @@ def test_a_killed_engine_is_started_again_synced_and_proven_and_the_run_ends_who
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
         )
-        try:
-            deadline = time.monotonic() + 600
-            while "step 1/4" not in log.read_text():
+
+        def until(words: str) -> None:
+            deadline = time.monotonic() + 400
+            while words not in log.read_text():
                 assert run.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
-                time.sleep(0.5)
-            worker = next(pid for pid in descendants(run.pid) if is_engine_worker(pid))
-            os.kill(worker, signal.SIGKILL)
-            assert run.wait(900) == 0, log.read_text()[-3000:]
+                time.sleep(0.2)
+
+        try:
+            until("step 1/4")
+            os.kill(find(run.pid, b"VLLM::Worker"), signal.SIGKILL)
+            until("the engine died")
+            until("step 2/4")
+            os.kill(find(run.pid, b"capture_proxy"), signal.SIGKILL)
+            until("the capture proxy died")
+            assert run.wait(600) == 0, log.read_text()[-3000:]
         finally:
             run.kill()
     said = log.read_text()
-    died = said.index("the engine died")
-    proven = [int(step) for step in re.findall(r"weights \w+-(\d+) proven", said[died:])]
+    proven = [int(step) for step in re.findall(r"weights \w+-(\d+) proven", said[said.index("the engine died") :])]
     assert proven[0] >= 1  # the weights that were trained so far, not those of the model folder
     assert proven[-1] == 4
-    lines = read_metrics(tmp_path / "killed" / "metrics.jsonl")
+    folder = tmp_path / "killed"
+    lines = read_metrics(folder / "metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert all(line["rows/rejected"] == 0 for line in lines)
+    with sqlite3.connect(folder / "journal.sqlite") as journal:
+        failed = dict(journal.execute("SELECT cause, COUNT(*) FROM rollouts WHERE state = 'failed' GROUP BY cause").fetchall())
+        (running,) = journal.execute("SELECT COUNT(*) FROM rollouts WHERE state = 'running'").fetchone()
+    assert set(failed) <= {"engine", "capture", "cancelled"}, "a rollout that lost its engine or its proxy is never scored"
+    assert running == 0
+    assert "leak audit" not in (folder / "logs" / "control.log").read_text()
