@@ -73,7 +73,7 @@ setup_control() {
 
 setup_torch() {
   local hash version cpu lock=requirements/torch.lock gpu=
-  if nvidia-smi -L >/dev/null 2>&1; then gpu=yes lock=requirements/torch-gpu.txt; fi
+  if nvidia-smi -L >/dev/null 2>&1; then gpu=yes lock=requirements/torch-gpu.lock; fi
   hash=$(fingerprint "$lock")
   if fresh "$torch" "$hash"; then return; fi
   uv --version >/dev/null
