@@ -160,7 +160,7 @@ class TrainingRun:
     async def _hold(self, version: str) -> None:
         if parse_version(version)[1] > 0:
             await self._may_update.wait()
-        self.state.learner, self.state.holding = "syncing", True
+        self.state.learner = "syncing"
         await self.services.hold(f"weights {version}", self.config.proxy.hold_timeout_s)
 
     async def _release(self, report: SyncReport) -> None:
@@ -168,7 +168,7 @@ class TrainingRun:
         async with self._proofs:
             self.proven.add(report.version)
             self._proofs.notify_all()
-        self.state.version, self.state.holding, self.state.learner = report.version, False, "waiting"
+        self.state.version, self.state.learner = report.version, "waiting"
         await self.generation.weights_are(parse_version(report.version)[1])
         proof, seconds = report.proof, sum(report.seconds.values())
         self.state.say(

@@ -90,13 +90,14 @@ class Services:
 
     async def hold(self, reason: str, timeout_s: float) -> None:
         """New agent calls wait at the proxy from here on."""
-        self._held = (reason, timeout_s)
+        self._held, self.state.holding = (reason, timeout_s), True
         await self._tell_proxy(partial(self.proxy.client.hold, reason, timeout_s))
 
     async def release(self, version: str | None) -> None:
         """The held calls go on, under the weights of `version` (None: those that the engine was started with)."""
         self._held, self._version = None, version
         await self._tell_proxy(partial(self.proxy.client.release, version))
+        self.state.holding = False
 
     async def _tell_proxy(self, call: Callable[[], Awaitable[Any]]) -> None:
         """A proxy that dies meanwhile is told once it is back."""
@@ -149,7 +150,7 @@ class Services:
         while True:
             await self.engine.died()
             self.state.say(f"the engine died ({self.engine.last_words()}); starting it again")
-            self.state.engine, self.state.holding = "restarting", True
+            self.state.engine = "restarting"
             await self.hold("engine restart", self.config.engine.start_timeout_s)
             await self.engine.restart()
             self.state.engine = "ready"
