@@ -164,7 +164,7 @@ def _count(rng: random.Random, words: Sequence[str]) -> Draft:
     return Draft(
         family="count",
         slug=f"count-{source}-{target}",
-        instruction=f"Count the lines of {source}.txt into {target}.txt.",
+        instruction=f"Count the lines of {source}.txt into {target}.txt with wc.",
         files={f"{source}.txt": _lines(content)},
         solution=f"wc -l {source}.txt > {target}.txt",
         goal=f"{target}.txt holds the number of lines of {source}.txt, and at most that file's name besides",
