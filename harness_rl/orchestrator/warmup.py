@@ -44,6 +44,35 @@ class WarmStart:
     demonstrations: int
 
 
+@dataclass(frozen=True)
+class Check:
+    """One measurement on the way."""
+
+    success: float
+    demonstrations: int
+    checkpoint: Path
+
+
+@dataclass
+class Target:
+    """Where a warm start ends. Success is measured on few rollouts and one optimizer step may move it by a fifth: the first check in the
+    upper half of the range ends it; a check above the range ends it at the one before, if that lay inside."""
+
+    low: float
+    high: float
+    inside: Check | None = None
+    """The last check, if it lay in the range."""
+
+    def see(self, check: Check) -> Check | None:
+        """The check to end at, or None: go on."""
+        if check.success > self.high:
+            return self.inside or check
+        if check.success >= (self.low + self.high) / 2:
+            return check
+        self.inside = check if check.success >= self.low else None
+        return None
+
+
 def script_of(task: Path) -> list[dict[str, Any]]:
     """A task's solution as assistant turns: one bash call with the solution's commands, then the submission. Raises UserError."""
     commands = (solution_commands(read_task(task)), SUBMIT)
@@ -79,9 +108,9 @@ async def warm_up(
     state: RunState,
     model_path: Path,
 ) -> WarmStart:
-    """Train until the measured success is at least `warmup.target_low`; the model is put at `warm_start_path`.
+    """Train until the measured success is between `warmup.target_low` and `target_high`; the model is put at `warm_start_path`.
 
-    Raises HarnessRLError when all demonstrations are used up below the target, or when one of the solutions does not earn its task's
+    Raises HarnessRLError when all demonstrations are used up below the range, or when one of the solutions does not earn its task's
     reward.
     """
     section = config.warmup
@@ -118,6 +147,8 @@ async def warm_up(
         sync_timeout_s=config.sync.timeout_s,
         probe_tokens=config.sync.probe_tokens,
         probe_bound=config.sync.probe_bound,
+        checkpoint_every=section.check_every,
+        keep_checkpoints=2,
     )
     work.mkdir(parents=True, exist_ok=True)
     learner = await start_learner(
@@ -131,14 +162,13 @@ async def warm_up(
     try:
         async with services.watched(learner.resync):
             await learner.next(config.learner.start_timeout_s)
-            success, used = await _train(config, runner, order, rows, learner, state)
-        checkpoint = await learner.stop(timeout=config.learner.step_timeout_s)
+            ended = await _train(config, runner, order, rows, learner, state)
     finally:
         await learner.close()
     target = warm_start_path(config, factory, model_path, rows)
-    _publish(Path(checkpoint["path"]), target, {"success": success, "demonstrations": used})
+    _publish(ended.checkpoint, target, {"success": ended.success, "demonstrations": ended.demonstrations})
     shutil.rmtree(work, ignore_errors=True)
-    return WarmStart(target, success, used)
+    return WarmStart(target, ended.success, ended.demonstrations)
 
 
 async def _train(
@@ -148,8 +178,9 @@ async def _train(
     rows: list[dict[str, Any]],
     learner: LearnerProcess,
     state: RunState,
-) -> tuple[float, int]:
-    """Returns (measured success, demonstrations used). The next demonstrations are captured while the learner trains on the last ones."""
+) -> Check:
+    """Where it ended. The next demonstrations are captured while the learner trains on the last ones."""
+    target = Target(config.warmup.target_low, config.warmup.target_high)
     section, timeout = config.warmup, config.learner.step_timeout_s
     steps = -(-section.demonstrations // section.batch)
 
@@ -167,10 +198,16 @@ async def _train(
             state.say(f"warm-up: {step * section.batch} demonstrations, loss {message['metrics'].get('loss', float('nan')):.3f}")
             if step * section.batch < section.check_from or step % section.check_every:
                 continue
+            assert learner.last_checkpoint is not None, "one is written before each result that is measured"
             success = await _measure(config, runner, rows, state, step)
-            if success >= section.target_low:
+            ended = target.see(Check(success, step * section.batch, Path(learner.last_checkpoint["path"])))
+            if ended is not None:
                 coming.cancel()
-                return success, step * section.batch
+                if ended.success > section.target_high:
+                    state.say(f"warm-up: success jumped over its range to {ended.success:.2f}; lower warmup.learning_rate")
+                return ended
+    if target.inside is not None:
+        return target.inside
     raise HarnessRLError(
         f"warm-up: success stayed below {section.target_low} after {steps * section.batch} demonstrations; "
         "raise warmup.demonstrations or warmup.learning_rate"
@@ -191,10 +228,6 @@ async def _measure(config: RunConfig, runner: RolloutRunner, rows: list[dict[str
     )
     del state.evals[label]
     state.phase = "warm-up"
-    if evaluation.reward > section.target_high:
-        state.say(
-            f"warm-up: success {evaluation.reward:.2f} is above {section.target_high}; lower warmup.learning_rate or warmup.check_every"
-        )
     return evaluation.reward
 
 

@@ -9,7 +9,7 @@ from orchestrator.fakes import FakeFactory
 
 from harness_rl.config import RunConfig
 from harness_rl.errors import UserError
-from harness_rl.orchestrator.warmup import SUBMIT, _publish, read_warm_start, script_of, warm_start_path
+from harness_rl.orchestrator.warmup import SUBMIT, Check, Target, _publish, read_warm_start, script_of, warm_start_path
 
 
 @pytest.fixture
@@ -52,6 +52,26 @@ def test_a_warm_start_is_named_by_everything_it_depends_on(task, tmp_path, monke
     (model / "config.json").write_text('{"a": 1}')
     names["model"] = warm_start_path(config, factory, model, rows)
     assert len(set(names.values())) == len(names)
+
+
+@pytest.mark.parametrize(
+    ("measured", "ends_at"),
+    [
+        ([0.0, 0.1, 0.4], 2),
+        ([0.1, 0.3, 0.6], 1),  # above the range: back to the check before
+        ([0.3, 0.2, 0.6], 2),  # which lay below it: nothing better is left
+        ([0.1, 0.9], 1),
+        ([0.5], 0),
+        ([0.25, 0.3, 0.36], None),  # the lower half goes on
+    ],
+)
+def test_a_warm_start_ends_inside_its_range_where_a_check_lay_there(tmp_path, measured, ends_at):
+    target = Target(0.25, 0.5)
+    checks = [Check(success, 6 * step, tmp_path / str(step)) for step, success in enumerate(measured)]
+    ended = [target.see(check) for check in checks]
+    assert ended[:-1] == [None] * (len(checks) - 1)
+    assert ended[-1] == (None if ends_at is None else checks[ends_at])
+    assert ends_at is not None or target.inside == checks[-1]
 
 
 def test_only_a_whole_warm_start_is_found(tmp_path):
