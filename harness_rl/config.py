@@ -132,6 +132,7 @@ class LearnerSection(Section):
     warmup_steps: int = Field(0, ge=0)
     adam_beta1: float = 0.9
     adam_beta2: float = 0.95
+    adam_epsilon: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.0, ge=0)
     max_grad_norm: float = Field(1.0, gt=0)
     epsilon_low: float = Field(0.2, gt=0)

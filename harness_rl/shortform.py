@@ -11,6 +11,8 @@ TASKS = 4
 SAMPLES = 1
 GENERATIONS = 4
 GROUPS = 2
+REPLACEMENTS = 1.0
+"""Two small groups are often without signal, and there are few steps to wait for one that has some."""
 
 
 def shorten(config: RunConfig) -> RunConfig:
@@ -20,6 +22,7 @@ def shorten(config: RunConfig) -> RunConfig:
     config.run.steps = min(config.run.steps, STEPS)
     config.rollout.num_generations = min(config.rollout.num_generations, GENERATIONS)
     config.rollout.groups_per_step = min(config.rollout.groups_per_step, GROUPS)
+    config.rollout.max_group_replacements = max(config.rollout.max_group_replacements, REPLACEMENTS)
     config.eval.samples = min(config.eval.samples, SAMPLES)
     config.eval.max_tasks = min(config.eval.max_tasks or TASKS, TASKS)
     return config

@@ -31,6 +31,7 @@ TRL_NAMES = {
     "warmup_steps": "learner.warmup_steps",
     "adam_beta1": "learner.adam_beta1",
     "adam_beta2": "learner.adam_beta2",
+    "adam_epsilon": "learner.adam_epsilon",
     "weight_decay": "learner.weight_decay",
     "max_grad_norm": "learner.max_grad_norm",
     "epsilon": "learner.epsilon_low",

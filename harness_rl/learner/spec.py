@@ -35,6 +35,8 @@ class LearnerSpec:
     """Linear from 0; then constant."""
     adam_beta1: float = 0.9
     adam_beta2: float = 0.95
+    adam_epsilon: float = 1e-8
+    """Gradients that are small against it move their weights less: with a large one, noise does not fill every direction."""
     weight_decay: float = 0.0
     """On matrices only, not on norms and biases."""
     max_grad_norm: float = 1.0
@@ -132,7 +134,7 @@ class LearnerSpec:
 
 
 _POSITIVE = (
-    *("adam_beta1", "adam_beta2", "max_grad_norm", "epsilon_low", "epsilon_high", "truncation", "minibatches"),
+    *("adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "epsilon_low", "epsilon_high", "truncation", "minibatches"),
     *("micro_batch_tokens", "logprob_chunk", "sync_timeout_s", "probe_tokens", "probe_bound", "probe_first_bound"),
     *("keep_checkpoints", "link_timeout_s", "batch_timeout_s"),
 )

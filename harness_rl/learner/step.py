@@ -67,6 +67,7 @@ class Trainer:
             [group for group in groups if group["params"]],
             lr=spec.learning_rate,
             betas=(spec.adam_beta1, spec.adam_beta2),
+            eps=spec.adam_epsilon,
             fused=True,
         )
         self.updates = 0

@@ -126,6 +126,7 @@ class TrainingRun:
             warmup_steps=learner.warmup_steps,
             adam_beta1=learner.adam_beta1,
             adam_beta2=learner.adam_beta2,
+            adam_epsilon=learner.adam_epsilon,
             weight_decay=learner.weight_decay,
             max_grad_norm=learner.max_grad_norm,
             epsilon_low=learner.epsilon_low,

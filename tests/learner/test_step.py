@@ -283,3 +283,14 @@ def test_a_row_twice_in_a_batch_is_refused() -> None:
     rows = random_rows(18)
     with pytest.raises(InvariantError, match="twice"):
         trainer().step([*rows, rows[0]], "k-0")
+
+
+def test_the_first_update_is_adams_with_the_epsilon_that_was_asked_for() -> None:
+    """AdamW's first step moves a weight by lr * g / (|g| + epsilon), whatever its betas are (arXiv 1412.6980, algorithm 1)."""
+    t = trainer(adam_epsilon=0.1, max_grad_norm=1e9, warmup_steps=0)
+    rows = random_rows(5)
+    gradient = grads_of(trainer(), rows)
+    before = weights(t)
+    t.step(rows, "k-0")
+    for old, new, g in zip(before, weights(t), gradient, strict=True):
+        torch.testing.assert_close(new, old - 1e-2 * g / (g.abs() + 0.1), rtol=1e-4, atol=1e-7)
