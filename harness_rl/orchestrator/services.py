@@ -26,7 +26,7 @@ from harness_rl.orchestrator.proxy_process import ProxyProcess, start_proxy
 from harness_rl.processes import Child
 from harness_rl.sandboxes.preflight import refuse_unless_able
 from harness_rl.sandboxes.reaper import audit, reap
-from harness_rl.sessions.base import SessionServices
+from harness_rl.sessions.base import SessionServices, set_event
 from harness_rl.threads import learner_env, thread_plan
 
 log = logging.getLogger(__name__)
@@ -40,13 +40,10 @@ class Services:
     engine: Engine
     proxy: ProxyProcess
     state: RunState
-    _proxy_up: asyncio.Event = field(default_factory=asyncio.Event)
+    _proxy_up: asyncio.Event = field(default_factory=set_event)
     _held: tuple[str, float] | None = None
     """What a restarted proxy is told: to hold calls (reason, seconds), or the version that the engine serves."""
     _version: str | None = None
-
-    def __post_init__(self) -> None:
-        self._proxy_up.set()
 
     @property
     def engine_url(self) -> str:

@@ -43,7 +43,7 @@ class StopReason(StrEnum):
     """A limit of the capture session (calls, tokens, context) had been reached before the agent ended."""
 
 
-def _set_event() -> asyncio.Event:
+def set_event() -> asyncio.Event:
     event = asyncio.Event()
     event.set()
     return event
@@ -63,7 +63,7 @@ class SessionServices:
     """Of the capture session; `deadline_s` is the wall clock of the whole rollout."""
     rollouts_dir: Path
     config: RunConfig
-    proxy_up: asyncio.Event = field(default_factory=_set_event)
+    proxy_up: asyncio.Event = field(default_factory=set_event)
     """Set while the proxy serves; clear while a dead one is started again."""
     proxy_restarts: Callable[[], int] = int
     """How often it was; what a restarted proxy knows of an older rollout may lack calls."""
