@@ -71,17 +71,17 @@ def gap_metrics(name: str, learner: Floats, engine: Floats) -> dict[str, float]:
 
 
 def row_metrics(rows: Iterable[Row], states: Mapping[str, RowState]) -> dict[str, float]:
-    """Rows by state, and the tokens of each kind."""
+    """Rows by state, and the tokens of each kind; `tokens/rows` are all that the trained rows hold."""
     metrics = {f"rows/{state.value}": 0.0 for state in RowState}
-    trained = forwarded = stale = 0
+    trained = held = stale = 0
     for row in rows:
         state = states[row.row_id]
         metrics[f"rows/{state.value}"] += 1
         stale += int(np.count_nonzero((row.mask == 1) & (row.stale == 1)))
         if state is RowState.TRAINED:
             trained += int(np.count_nonzero(row.trained))
-            forwarded += len(row)
-    return metrics | {"tokens/trained": float(trained), "tokens/forwarded": float(forwarded), "tokens/stale": float(stale)}
+            held += len(row)
+    return metrics | {"tokens/trained": float(trained), "tokens/rows": float(held), "tokens/stale": float(stale)}
 
 
 def _k3(learner: Floats, engine: Floats) -> float:

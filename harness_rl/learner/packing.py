@@ -1,33 +1,32 @@
-"""Padding-free micro-batches: rows laid end to end, each with its own positions, and the loss terms of their trained tokens.
+"""Padding-free micro-batches: rows folded into a prefix tree, each with its own positions, and the loss terms of their trained tokens.
 
-The one off-by-one of the learner lives in `loss_terms`: the hidden state at index i predicts token i + 1, and no loss term crosses a row's
-border. Rows are never cut: one that is longer than a micro-batch is `oversize` and dropped whole.
+The one off-by-one of the learner lives in `loss_terms`: the hidden state of a row's token i predicts its token i + 1, so that no loss term
+leaves its row's path through the tree. Rows are never cut: one that is longer than a micro-batch is `oversize` and dropped whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from harness_rl.learner.prefixtree import PrefixTree, fold, prefix_order, shared_prefix
 from harness_rl.learner.rows import PackedRow, Row, parse_version
 
 
 @dataclass(eq=False)
 class Pack:
-    """One micro-batch: T tokens of R rows, N loss terms."""
+    """One micro-batch: T tokens of R rows, N loss terms. Rows may share tokens, never terms."""
 
     rows: list[int]
     """[R] indices into the batch's rows."""
-    bounds: NDArray[np.int64]
-    """[R + 1] row r occupies ids[bounds[r]:bounds[r + 1]]."""
-    ids: NDArray[np.int64]
-    """[T]"""
-    positions: NDArray[np.int64]
-    """[T] from 0 in each row."""
+    tree: PrefixTree
+    """Its sequences are the rows."""
+    term_bounds: NDArray[np.int64]
+    """[R + 1] row r has terms [term_bounds[r], term_bounds[r + 1])."""
     predicts: NDArray[np.int64]
     """[N] index into the T hidden states."""
     targets: NDArray[np.int64]
@@ -43,36 +42,33 @@ class Pack:
 
     @property
     def tokens(self) -> int:
-        return len(self.ids)
+        return len(self.tree.ids)
 
     @property
     def terms(self) -> int:
         return len(self.targets)
 
     def view(self, r: int) -> PackedRow:
-        """What this pack holds at row r's place, selected by position alone, for `rows.verify_packed`."""
-        start, end = int(self.bounds[r]), int(self.bounds[r + 1])
-        here = (self.predicts >= start) & (self.predicts < end)
+        """What the model is given and the loss reads for row r, for `rows.verify_packed`. A term off the row's path predicts from -1."""
+        path, terms = self.tree.paths[r], slice(int(self.term_bounds[r]), int(self.term_bounds[r + 1]))
         return PackedRow(
-            ids=self.ids[start:end],
-            positions=self.positions[start:end],
-            predicts=self.predicts[here] - start,
-            targets=self.targets[here],
-            behaviour=self.behaviour[here],
-            advantages=self.advantages[here],
-            temperatures=self.temperatures[here],
+            ids=self.tree.ids[path],
+            positions=self.tree.positions[path],
+            predicts=np.where(np.isin(self.predicts[terms], path), self.tree.positions[self.predicts[terms]], -1),
+            targets=self.targets[terms],
+            behaviour=self.behaviour[terms],
+            advantages=self.advantages[terms],
+            temperatures=self.temperatures[terms],
         )
 
 
-def loss_terms(trained: NDArray[np.bool_], bounds: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(predicts, sampled): indices of the hidden states and of the tokens they predict, for every trained token of a pack.
+def loss_terms(trained: NDArray[np.bool_], path: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(predicts, sampled) of one row: the hidden states, by index into the tree, and the row's tokens that they predict.
 
-    `trained` is [T]; a row's first token has nothing before it that could predict it, so it is never a term.
+    `trained` and `path` are [L]; a row's first token has nothing before it that could predict it, so it is never a term.
     """
-    first = np.zeros(len(trained), dtype=bool)
-    first[bounds[:-1]] = True
-    sampled = np.flatnonzero(trained & ~first)
-    return sampled - 1, sampled
+    sampled = np.flatnonzero(trained[1:]) + 1
+    return path[sampled - 1], sampled
 
 
 def token_ages(row: Row, current: str) -> NDArray[np.int32]:
@@ -107,48 +103,68 @@ def term_weights(rows: Sequence[Row], normalisation: Literal["token", "rollout"]
 
 
 def pack_rows(rows: Sequence[Row], chosen: Sequence[int], budget: int, weights: Sequence[float], current: str) -> list[Pack]:
-    """Pack `rows[i] for i in chosen` (weights aligned with `chosen`) into micro-batches of at most `budget` tokens.
+    """Pack `rows[i] for i in chosen` (weights aligned with `chosen`) into micro-batches of at most `budget` tokens, shared ones once.
 
-    Longest first into the fullest pack that still has room, so that lengths inside a pack are close and few packs are needed. Raises
-    ValueError for a row over the budget: the caller has counted it as oversize.
+    Rows that begin alike stay together; such families go largest first into the fullest pack that still has room. Raises ValueError for
+    a row over the budget: the caller has counted it as oversize.
     """
+    for i in chosen:
+        if len(rows[i]) > budget:
+            raise ValueError(f"row {rows[i].row_id} has {len(rows[i])} tokens, a micro-batch {budget}")
+    families = sorted(_families([rows[i].ids for i in chosen], budget), key=lambda family: -family[1])
     bins: list[list[int]] = []
     room: list[int] = []
-    for k in sorted(range(len(chosen)), key=lambda k: (-len(rows[chosen[k]]), k)):
-        length = len(rows[chosen[k]])
-        if length > budget:
-            raise ValueError(f"row {rows[chosen[k]].row_id} has {length} tokens, a micro-batch {budget}")
-        fitting = [b for b in range(len(bins)) if room[b] >= length]
+    for members, size in families:
+        fitting = [b for b in range(len(bins)) if room[b] >= size]
         if fitting:
             best = min(fitting, key=lambda b: room[b])
         else:
             best = len(bins)
             bins.append([])
             room.append(budget)
-        bins[best].append(k)
-        room[best] -= length
+        bins[best] += members
+        room[best] -= size
     return [_lay_out(rows, [chosen[k] for k in members], [weights[k] for k in members], current) for members in bins]
+
+
+def _families(sequences: Sequence[NDArray[np.int32]], budget: int) -> list[tuple[list[int], int]]:
+    """(members, tokens without the shared ones) of runs of sequences that begin alike, each run within the budget."""
+    families: list[tuple[list[int], int]] = []
+    before: int | None = None
+    for k in prefix_order(sequences):
+        shared = 0 if before is None else shared_prefix(sequences[before], sequences[k])
+        more = len(sequences[k]) - shared
+        if shared and families[-1][1] + more <= budget:
+            families[-1] = ([*families[-1][0], k], families[-1][1] + more)
+        else:
+            families.append(([k], len(sequences[k])))
+        before = k
+    return families
 
 
 def _lay_out(rows: Sequence[Row], members: list[int], weights: list[float], current: str) -> Pack:
     picked = [rows[i] for i in members]
-    lengths = [len(row) for row in picked]
-    bounds = np.cumsum([0, *lengths], dtype=np.int64)
-    ids = np.concatenate([row.ids for row in picked]).astype(np.int64)
-    predicts, sampled = loss_terms(np.concatenate([row.trained for row in picked]), bounds)
-    owner = np.repeat(np.arange(len(picked)), lengths)[sampled]
+    tree = fold([row.ids for row in picked])
+    found = [loss_terms(row.trained, path) for row, path in zip(picked, tree.paths, strict=True)]
+    counts = [len(sampled) for _, sampled in found]
+
+    def of_terms(arrays: Iterable[NDArray[Any]]) -> NDArray[Any]:
+        return np.concatenate([array[sampled] for array, (_, sampled) in zip(arrays, found, strict=True)])
+
+    def of_rows(values: Iterable[float]) -> NDArray[np.float32]:
+        return np.repeat(np.array(list(values), dtype=np.float32), counts)
+
     return Pack(
         rows=members,
-        bounds=bounds,
-        ids=ids,
-        positions=np.concatenate([np.arange(n, dtype=np.int64) for n in lengths]),
-        predicts=predicts,
-        targets=ids[sampled],
-        behaviour=np.concatenate([row.logprobs for row in picked])[sampled],
-        advantages=np.array([row.advantage for row in picked], dtype=np.float32)[owner],
-        temperatures=np.array([row.temperature for row in picked], dtype=np.float32)[owner],
-        weights=np.array(weights, dtype=np.float32)[owner],
-        ages=np.concatenate([token_ages(row, current) for row in picked])[sampled],
+        tree=tree,
+        term_bounds=np.cumsum([0, *counts], dtype=np.int64),
+        predicts=np.concatenate([predicts for predicts, _ in found]),
+        targets=of_terms(row.ids for row in picked).astype(np.int64),
+        behaviour=of_terms(row.logprobs for row in picked),
+        advantages=of_rows(row.advantage for row in picked),
+        temperatures=of_rows(row.temperature for row in picked),
+        weights=of_rows(weights),
+        ages=of_terms(token_ages(row, current) for row in picked),
     )
 
 

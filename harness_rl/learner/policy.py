@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from harness_rl.errors import UserError
 from harness_rl.learner import attention
 from harness_rl.learner.logprobs import token_logprobs
-from harness_rl.learner.packing import Pack, loss_terms
+from harness_rl.learner.packing import Pack
+from harness_rl.learner.prefixtree import PrefixTree, fold
 from harness_rl.learner.spec import LearnerSpec
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -66,31 +67,25 @@ class Policy:
 
     def score(self, pack: Pack) -> tuple[torch.Tensor, torch.Tensor]:
         """(logprobs, entropies) [N] of the pack's loss terms, in its order; differentiable where grad is enabled."""
-        return self._score(pack.ids, pack.positions, pack.bounds, pack.predicts, pack.targets, pack.temperatures)
+        return self._score(pack.tree, pack.predicts, pack.targets, pack.temperatures)
 
     @torch.no_grad()
     def score_prompts(self, prompts: list[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
         """Logprobs at temperature 1 of tokens 1 .. L - 1 of each prompt, as an engine's prompt logprobs give them."""
-        bounds = np.cumsum([0, *(len(p) for p in prompts)], dtype=np.int64)
-        ids = np.concatenate(prompts).astype(np.int64)
-        positions = np.concatenate([np.arange(len(p), dtype=np.int64) for p in prompts])
-        predicts, sampled = loss_terms(np.ones(len(ids), dtype=bool), bounds)
-        logprobs, _ = self._score(ids, positions, bounds, predicts, ids[sampled], np.ones(len(sampled), dtype=np.float32))
+        tree = fold(prompts)
+        predicts = np.concatenate([path[:-1] for path in tree.paths])
+        targets = np.concatenate([prompt[1:] for prompt in prompts]).astype(np.int64)
+        logprobs, _ = self._score(tree, predicts, targets, np.ones(len(targets), dtype=np.float32))
         return np.split(logprobs.cpu().numpy(), np.cumsum([len(p) - 1 for p in prompts])[:-1])
 
     def _score(
-        self,
-        ids: NDArray[np.int64],
-        positions: NDArray[np.int64],
-        bounds: NDArray[np.int64],
-        predicts: NDArray[np.int64],
-        targets: NDArray[np.int64],
-        temperatures: NDArray[np.float32],
+        self, tree: PrefixTree, predicts: NDArray[np.int64], targets: NDArray[np.int64], temperatures: NDArray[np.float32]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         def put(array: NDArray[Any]) -> torch.Tensor:
             return torch.from_numpy(array).to(self.device)
 
+        branches = attention.Branches.of(tree, self.device)
         with torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32):
-            out = self._body(input_ids=put(ids)[None], position_ids=put(positions)[None], use_cache=False, row_bounds=bounds.tolist())
+            out = self._body(input_ids=put(tree.ids)[None], position_ids=put(tree.positions)[None], use_cache=False, branches=branches)
         hidden = out.last_hidden_state[0].index_select(0, put(predicts))
         return token_logprobs(hidden, self._head.weight, put(targets), put(temperatures), chunk=self._chunk, dtype=self.dtype)

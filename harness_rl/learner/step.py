@@ -105,7 +105,8 @@ class Trainer:
         if self._skipped_in_a_row > self.spec.max_skipped_steps:
             raise LearnerError(f"{self._skipped_in_a_row} steps in a row had a gradient that is not finite; the last good weights are kept")
         consumed = [(rows[i], pack.view(r)) for packs in minibatches for pack in packs for r, i in enumerate(pack.rows)]
-        return StepReport(states, reasons, self._metrics(rows, states, log, norms, clock), consumed, updated)
+        forwarded = sum(pack.tokens for packs in minibatches for pack in packs)
+        return StepReport(states, reasons, self._metrics(rows, states, forwarded, log, norms, clock), consumed, updated)
 
     def _admit(self, rows: Sequence[Row]) -> tuple[dict[str, RowState], dict[str, str]]:
         """The state of every row before packing; TRAINED means that it goes on."""
@@ -198,9 +199,10 @@ class Trainer:
         return self.spec.learning_rate * (min(1.0, (self.updates + 1) / warmup) if warmup else 1.0)
 
     def _metrics(
-        self, rows: Sequence[Row], states: dict[str, RowState], log: TermLog, norms: Sequence[float], clock: Clock
+        self, rows: Sequence[Row], states: dict[str, RowState], forwarded: int, log: TermLog, norms: Sequence[float], clock: Clock
     ) -> dict[str, float]:
         metrics = row_metrics(rows, states) | log.summary()
+        metrics["tokens/forwarded"] = float(forwarded)
         metrics["updates"] = float(sum(math.isfinite(norm) for norm in norms))
         metrics["updates_skipped"] = len(norms) - metrics["updates"]
         metrics["learning_rate"] = self.optimizer.param_groups[0]["lr"]

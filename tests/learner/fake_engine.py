@@ -18,6 +18,7 @@ from urllib.parse import urlparse
 
 import torch
 import torch.distributed as dist
+from learner_helpers import alone
 
 from harness_rl.engines.vllm_plugin import check_plan, open_group
 
@@ -104,7 +105,7 @@ class FakeEngine:
 
     @torch.no_grad()
     def _score(self, ids: list[int]) -> list[Any]:
-        hidden = self.model.base_model(input_ids=torch.tensor([ids]), use_cache=False, row_bounds=[0, len(ids)]).last_hidden_state[0]
+        hidden = self.model.base_model(input_ids=torch.tensor([ids]), use_cache=False, branches=alone(ids)).last_hidden_state[0]
         logprobs = torch.log_softmax(hidden @ self.head.T, -1)[:-1].gather(-1, torch.tensor(ids[1:])[:, None]).squeeze(-1).tolist()
         if "shift_logprobs" in self.faults:
             logprobs = [*logprobs[1:], logprobs[0]]

@@ -10,7 +10,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from capture_proxy.trace import TrainingTrace, hash_ids, hash_sample
+from harness_rl.learner.attention import Branches
 from harness_rl.learner.policy import Policy
+from harness_rl.learner.prefixtree import fold
 from harness_rl.learner.rows import Row, build_rows
 
 VOCABULARY = 97
@@ -83,6 +85,22 @@ def random_rows(seed: int, rollouts: int = 6, turns: int = 3, group_size: int = 
     return rows
 
 
+def branching_rows(seed: int, rollouts: int = 6, group_size: int = 3) -> list[Row]:
+    """As random_rows, but all begin alike, those of a group longer, and tokens are few, so that samples coincide and part anywhere."""
+    rng = np.random.default_rng(seed)
+    system = rng.integers(1, VOCABULARY, 5).tolist()
+    rows = []
+    for r in range(rollouts):
+        first = [*system, r // group_size, 2]
+        said = rng.integers(1, 3, int(rng.integers(1, 6))).tolist()
+        second = [*first, *said, 3, 4]
+        turns = [turn("n0", first, said), turn("n1", second, rng.integers(1, 3, int(rng.integers(1, 6))).tolist(), parent="n0")]
+        (row,) = build_rows(trace(*turns), f"r{r}", f"g{r // group_size}")
+        row.advantage = float((-1) ** r * (1 + 0.25 * r))
+        rows.append(row)
+    return rows
+
+
 def tiny_llama(seed: int = 0, tied: bool = True, layers: int = 2) -> LlamaForCausalLM:
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -120,10 +138,15 @@ def tiny_policy(seed: int = 0, **kwargs: Any) -> Policy:
     return Policy.wrap(tiny_llama(seed, **kwargs), torch.float32, chunk=5)
 
 
+def alone(ids: Sequence[int]) -> Branches:
+    """For the model's call with one row: plain causal attention."""
+    return Branches.of(fold([np.array(ids)]))
+
+
 def row_logprobs(model: Any, ids: Sequence[int], temperature: float = 1.0) -> torch.Tensor:
     """Reference [L - 1]: one plain forward of one row, full logits."""
     with torch.no_grad():
-        logits = model(input_ids=torch.tensor([list(ids)]), use_cache=False, row_bounds=[0, len(ids)]).logits[0].float() / temperature
+        logits = model(input_ids=torch.tensor([list(ids)]), use_cache=False, branches=alone(ids)).logits[0].float() / temperature
     return torch.log_softmax(logits, -1)[:-1].gather(-1, torch.tensor(list(ids)[1:])[:, None]).squeeze(-1)
 
 

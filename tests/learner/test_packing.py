@@ -1,19 +1,26 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from learner_helpers import conversation, random_rows, trace, turn
+from learner_helpers import branching_rows, conversation, random_rows, trace, turn
 
 from harness_rl.learner.packing import loss_terms, pack_rows, split_groups, term_weights, token_ages
-from harness_rl.learner.rows import build_rows, verify_packed
+from harness_rl.learner.rows import Row, build_rows, verify_packed
 
 
-@given(seed=st.integers(0, 10_000), budget=st.integers(60, 400), rollouts=st.integers(1, 12))
+@given(
+    make=st.sampled_from([random_rows, branching_rows]),
+    seed=st.integers(0, 10_000),
+    budget=st.integers(60, 400),
+    rollouts=st.integers(1, 12),
+)
 @settings(max_examples=40, deadline=None)
-def test_packs_hold_every_row_once_within_the_budget(seed: int, budget: int, rollouts: int) -> None:
-    rows = random_rows(seed, rollouts)
+def test_packs_hold_every_row_once_within_the_budget(make: Callable[[int, int], list[Row]], seed: int, budget: int, rollouts: int) -> None:
+    rows = make(seed, rollouts)
     packs = pack_rows(rows, range(len(rows)), budget, term_weights(rows, "token"), "k-0")
     assert sorted(i for pack in packs for i in pack.rows) == list(range(len(rows)))
     assert all(pack.tokens <= budget for pack in packs)
@@ -25,9 +32,18 @@ def test_packs_hold_every_row_once_within_the_budget(seed: int, budget: int, rol
 
 
 def test_d03_no_term_crosses_a_border() -> None:
-    trained = np.array([0, 0, 1, 1, 0, 1], dtype=bool)  # rows [0, 3) and [3, 6): the second begins with a masked-in token
-    predicts, sampled = loss_terms(trained, np.array([0, 3, 6]))
-    assert predicts.tolist() == [1, 4] and sampled.tolist() == [2, 5]
+    trained = np.array([1, 0, 1], dtype=bool)  # it begins with a masked-in token, which only another row's last could predict
+    predicts, sampled = loss_terms(trained, np.array([7, 8, 3]))
+    assert predicts.tolist() == [8] and sampled.tolist() == [2]
+
+
+@given(seed=st.integers(0, 10_000), budget=st.integers(30, 200))
+@settings(max_examples=40, deadline=None)
+def test_a_pack_forwards_each_prefix_once(seed: int, budget: int) -> None:
+    rows = branching_rows(seed, rollouts=9)
+    for pack in pack_rows(rows, range(len(rows)), budget, term_weights(rows, "token"), "k-0"):
+        held = [rows[i].ids.tolist() for i in pack.rows]
+        assert pack.tokens == len({tuple(ids[: n + 1]) for ids in held for n in range(len(ids))})
 
 
 @pytest.mark.parametrize(("mask", "trained"), [([0, 1, 0], [12]), ([1, 0, 0], [11]), ([0, 0, 1], [13])])
@@ -35,7 +51,7 @@ def test_d04_exactly_the_masked_token_is_trained(mask: list[int], trained: list[
     (row,) = build_rows(trace(turn("a", [10], [11, 12, 13], mask=mask)), "r", "g")
     (pack,) = pack_rows([row], [0], 100, [1.0], "k-0")
     assert pack.targets.tolist() == trained
-    assert pack.ids[pack.predicts].tolist() == [trained[0] - 1]
+    assert pack.tree.ids[pack.predicts].tolist() == [trained[0] - 1]
     assert pack.behaviour.tolist() == [row.logprobs[trained[0] - 10]]
 
 

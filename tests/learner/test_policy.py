@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from learner_helpers import VOCABULARY, random_rows, row_logprobs, tiny_llama, tiny_policy, tiny_qwen
+from learner_helpers import VOCABULARY, branching_rows, random_rows, row_logprobs, tiny_llama, tiny_policy, tiny_qwen
 
-from harness_rl.learner.attention import UnsupportedModel, rows_attention
+from harness_rl.learner.attention import Branches, UnsupportedModel, tree_attention
 from harness_rl.learner.logprobs import token_logprobs
 from harness_rl.learner.packing import pack_rows, term_weights
 from harness_rl.learner.policy import Policy
+from harness_rl.learner.prefixtree import fold
 
 
 def pack_of(rows, temperature: float = 1.0):  # type: ignore[no-untyped-def]
@@ -22,8 +23,9 @@ def pack_of(rows, temperature: float = 1.0):  # type: ignore[no-untyped-def]
 
 @pytest.mark.parametrize("model", [tiny_llama, tiny_qwen, lambda: tiny_llama(tied=False)])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_b12_packed_logprobs_are_those_of_each_row_alone(model, temperature: float) -> None:  # type: ignore[no-untyped-def]
-    rows = random_rows(0)
+@pytest.mark.parametrize("make", [random_rows, branching_rows])
+def test_b12_packed_logprobs_are_those_of_each_row_alone(model, temperature: float, make) -> None:  # type: ignore[no-untyped-def]
+    rows = make(0)
     pack = pack_of(rows, temperature)
     policy = Policy.wrap(model(), torch.float32, chunk=7)
     logprobs, _ = policy.score(pack)
@@ -34,8 +36,9 @@ def test_b12_packed_logprobs_are_those_of_each_row_alone(model, temperature: flo
         at += len(expected)
 
 
-def test_packed_gradients_are_the_sum_of_each_row_alone() -> None:
-    rows = random_rows(1)
+@pytest.mark.parametrize("make", [random_rows, branching_rows])
+def test_packed_gradients_are_the_sum_of_each_row_alone(make) -> None:  # type: ignore[no-untyped-def]
+    rows = make(1)
     policy = tiny_policy()
     policy.score(pack_of(rows))[0].sum().backward()
     packed = {n: p.grad.clone() for n, p in policy.model.named_parameters()}
@@ -50,9 +53,9 @@ def test_d03_the_next_row_does_not_reach_this_one() -> None:
     rows = random_rows(2, rollouts=2)
     pack = pack_of(rows)
     policy = tiny_policy()
-    first = int(np.sum(pack.predicts < pack.bounds[1]))
+    first, second = int(pack.term_bounds[1]), pack.tree.paths[1][0]
     before = policy.score(pack)[0].detach()
-    pack.ids[pack.bounds[1]] = (pack.ids[pack.bounds[1]] + 1) % VOCABULARY
+    pack.tree.ids[second] = (pack.tree.ids[second] + 1) % VOCABULARY
     after = policy.score(pack)[0].detach()
     assert torch.equal(before[:first], after[:first]) and not torch.equal(before[first:], after[first:])
 
@@ -70,7 +73,7 @@ def test_gradient_checkpointing_changes_nothing() -> None:
 
 def test_score_prompts() -> None:
     policy = tiny_policy()
-    prompts = [np.array(p, dtype=np.int32) for p in ([1, 2, 3], [4, 5], [6, 7, 8, 9, 10])]
+    prompts = [np.array(p, dtype=np.int32) for p in ([1, 2, 3], [4, 5], [1, 2, 8, 9, 10])]
     for prompt, scored in zip(prompts, policy.score_prompts(prompts), strict=True):
         np.testing.assert_allclose(scored, row_logprobs(policy.model, prompt.tolist()), atol=2e-6)
 
@@ -136,7 +139,9 @@ def test_the_head_never_holds_all_logits() -> None:
 def test_sliding_window_rows_match_a_banded_mask() -> None:
     torch.manual_seed(0)
     q, k, v = torch.randn(1, 4, 9, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8)
-    out, _ = rows_attention(torch.nn.Identity(), q, k, v, None, row_bounds=[0, 6, 9], sliding_window=3)
+    out, _ = tree_attention(
+        torch.nn.Identity(), q, k, v, None, branches=Branches.of(fold([np.arange(1, 7), np.array([9, 9, 9])])), sliding_window=3
+    )
     for start, end in ((0, 6), (6, 9)):
         at = torch.arange(end - start)
         band = (at[:, None] >= at) & (at[:, None] - at < 3)
@@ -146,12 +151,29 @@ def test_sliding_window_rows_match_a_banded_mask() -> None:
         torch.testing.assert_close(out[:, start:end], expected.transpose(1, 2))
 
 
+@pytest.mark.parametrize("window", [None, 4])
+def test_a_branch_sees_its_own_path_alone(window: int | None) -> None:
+    """Against one dense mask over the whole tree: attended = on the way from the root, and within the window."""
+    torch.manual_seed(0)
+    sequences = [np.array(s) for s in ([5, 6, 7, 8, 9], [5, 6, 7, 1], [5, 6, 2, 2, 2, 2], [5, 6, 7, 8], [3, 3])]
+    tree = fold(sequences)
+    count = len(tree.ids)
+    q, k, v = torch.randn(1, 4, count, 8), torch.randn(1, 2, count, 8), torch.randn(1, 2, count, 8)
+    dense = torch.zeros(count, count, dtype=torch.bool)
+    for path in tree.paths:
+        for depth, at in enumerate(path):
+            dense[at, path[max(0, depth + 1 - (window or count)) : depth + 1]] = True
+    expected = torch.nn.functional.scaled_dot_product_attention(q, *(t.repeat_interleave(2, 1) for t in (k, v)), attn_mask=dense)
+    out, _ = tree_attention(torch.nn.Identity(), q, k, v, None, branches=Branches.of(tree), sliding_window=window)
+    torch.testing.assert_close(out, expected.transpose(1, 2))
+
+
 def test_what_packed_rows_cannot_compute_is_refused_by_name() -> None:
     q = torch.randn(1, 1, 3, 4)
     with pytest.raises(UnsupportedModel, match="soft-capping"):
-        rows_attention(torch.nn.Identity(), q, q, q, None, row_bounds=[0, 3], softcap=30.0)
-    with pytest.raises(ValueError, match="row_bounds"):
-        rows_attention(torch.nn.Identity(), q, q, q, None)
+        tree_attention(torch.nn.Identity(), q, q, q, None, branches=Branches.of(fold([np.arange(3)])), softcap=30.0)
+    with pytest.raises(ValueError, match="branches"):
+        tree_attention(torch.nn.Identity(), q, q, q, None)
     model = tiny_llama()
     model.config.final_logit_softcapping = 30.0
     with pytest.raises(UnsupportedModel, match="final_logit_softcapping"):

@@ -245,7 +245,7 @@ def test_fires_on_a_version_gap() -> None:
         verify_row(row)
 
 
-@pytest.mark.parametrize("fault", ["predicts", "targets", "behaviour", "advantages", "positions", "ids", "short"])
+@pytest.mark.parametrize("fault", ["predicts", "branch", "targets", "behaviour", "advantages", "positions", "ids", "short"])
 def test_fires_on_a_packer_that_is_off(fault: str) -> None:
     rows = random_rows(5)
     (pack,) = pack_rows(rows, range(len(rows)), 4096, term_weights(rows, "token"), "k-0")
@@ -253,6 +253,8 @@ def test_fires_on_a_packer_that_is_off(fault: str) -> None:
         verify_packed(rows[i], pack.view(r))
     if fault == "predicts":
         pack.predicts = pack.predicts + 1  # the classic: the hidden state at i is taken for token i
+    elif fault == "branch":
+        pack.predicts[0] = pack.tree.paths[1][pack.tree.positions[pack.predicts[0]]]  # the same depth, on another row's path
     elif fault == "targets":
         pack.targets = np.roll(pack.targets, 1)
     elif fault == "behaviour":
@@ -260,9 +262,9 @@ def test_fires_on_a_packer_that_is_off(fault: str) -> None:
     elif fault == "advantages":
         pack.advantages = pack.advantages[::-1].copy()
     elif fault == "positions":
-        pack.positions = np.arange(len(pack.ids))  # positions that go on over the border
+        pack.tree.positions[:] = np.arange(pack.tokens)  # positions that go on over the border
     elif fault == "ids":
-        pack.ids = np.roll(pack.ids, 1)
+        pack.tree.ids[:] = np.roll(pack.tree.ids, 1)
     else:
         pack.predicts, pack.targets, pack.behaviour = pack.predicts[:-1], pack.targets[:-1], pack.behaviour[:-1]
         pack.advantages, pack.temperatures = pack.advantages[:-1], pack.temperatures[:-1]

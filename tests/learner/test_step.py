@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from learner_helpers import random_rows, row_logprobs, sampled_by, tiny_policy, trace, turn
+from learner_helpers import alone, random_rows, row_logprobs, sampled_by, tiny_policy, trace, turn
 
 from harness_rl.errors import InvariantError, LearnerError
 from harness_rl.learner import packing
@@ -48,7 +48,7 @@ def naive_gradient(t: Trainer, rows: list[Row]) -> list[torch.Tensor]:
     model.zero_grad()
     total = sum(int(row.trained.sum()) for row in rows)
     for row in rows:
-        logits = model(input_ids=torch.from_numpy(row.ids.astype(np.int64))[None], use_cache=False, row_bounds=[0, len(row)]).logits[0]
+        logits = model(input_ids=torch.from_numpy(row.ids.astype(np.int64))[None], use_cache=False, branches=alone(row.ids)).logits[0]
         for at in np.flatnonzero(row.trained):
             logp = torch.log_softmax(logits[at - 1] / row.temperature, -1)[int(row.ids[at])]
             rho = torch.exp(logp - logp.detach())
@@ -140,9 +140,9 @@ def test_too_many_rejected_rows_end_the_run_before_anything_is_trained() -> None
 
 
 def test_a_packer_that_is_off_by_one_is_caught_and_trains_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def off_by_one(trained, bounds):  # type: ignore[no-untyped-def]
+    def off_by_one(trained, path):  # type: ignore[no-untyped-def]
         sampled = np.flatnonzero(trained)
-        return sampled, sampled
+        return path[sampled], sampled
 
     monkeypatch.setattr(packing, "loss_terms", off_by_one)
     t, rows = trainer(max_rejected_rows=99), random_rows(6)
