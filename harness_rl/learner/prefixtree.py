@@ -71,7 +71,7 @@ def fold(sequences: Sequence[NDArray[Any]]) -> PrefixTree:
     depths: list[int] = []
     lines: dict[int, tuple[int, ...]] = {}
     total = 0
-    todo = [(low, high, 0, ()) for low, high in reversed(_runs(shared, 0, len(order), 0))]
+    todo: list[tuple[int, int, int, tuple[int, ...]]] = [(low, high, 0, ()) for low, high in reversed(_runs(shared, 0, len(order), 0))]
     while todo:
         low, high, depth, line = todo.pop()  # sequences order[low:high] are alike up to depth at least, and lie below the segments of line
         end = min([len(sequences[order[low]]), *shared[low + 1 : high]])
