@@ -40,7 +40,8 @@ lint: setup ## style and types
 	.venv/bin/ruff check .
 	.venv/bin/mypy
 
-bench: prepare ## thread shares of engine and learner on this machine
+bench: prepare ## thread shares of engine and learner, and prefix sharing, on this machine
+	.venv-torch/bin/python -m harness_rl.bench.prefix_tree $$($(RL) models fetch $(MODEL)) .make/prefix_tree.md
 	.venv/bin/python -m harness_rl.bench.threads $$($(RL) models fetch $(MODEL)) .make/threads.md $(ARGS)
 
 lock: setup ## write requirements/*.lock from the present environments

@@ -15,6 +15,8 @@ from harness_rl.config import EngineSection
 from harness_rl.threads import openmp_env, thread_plan
 
 Device = Literal["cpu", "cuda"]
+PREFILL_TOKENS = 2048
+"""Prompt tokens of one engine step on a CPU."""
 
 
 def engine_command(section: EngineSection, device: Device, python: Path, model: Path, served_model: str, port: int) -> list[str]:
@@ -40,6 +42,9 @@ def engine_command(section: EngineSection, device: Device, python: Path, model: 
     if device == "cpu":
         # Compiling costs a minute of start-up and gains little at this size.
         argv += ["--enforce-eager", "--kv-cache-memory-bytes", str(int(section.kv_cache_gib * (1 << 30)))]
+        # A prompt that is cut into chunks ends the engine when its request has a seed: vLLM 0.32 then turns the generator back, which the
+        # CPU's cannot. Whole prompts only, so that one must fit.
+        argv += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(PREFILL_TOKENS, section.max_model_len))]
     else:
         argv += ["--gpu-memory-utilization", str(section.gpu_memory_fraction)]
     return argv + section.extra_args

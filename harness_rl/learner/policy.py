@@ -67,7 +67,7 @@ class Policy:
 
     def score(self, pack: Pack) -> tuple[torch.Tensor, torch.Tensor]:
         """(logprobs, entropies) [N] of the pack's loss terms, in its order; differentiable where grad is enabled."""
-        return self._score(pack.tree, pack.predicts, pack.targets, pack.temperatures)
+        return self.score_tree(pack.tree, pack.predicts, pack.targets, pack.temperatures)
 
     @torch.no_grad()
     def score_prompts(self, prompts: list[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
@@ -75,17 +75,26 @@ class Policy:
         tree = fold(prompts)
         predicts = np.concatenate([path[:-1] for path in tree.paths])
         targets = np.concatenate([prompt[1:] for prompt in prompts]).astype(np.int64)
-        logprobs, _ = self._score(tree, predicts, targets, np.ones(len(targets), dtype=np.float32))
+        logprobs, _ = self.score_tree(tree, predicts, targets, np.ones(len(targets), dtype=np.float32))
         return np.split(logprobs.cpu().numpy(), np.cumsum([len(p) - 1 for p in prompts])[:-1])
 
-    def _score(
+    def score_tree(
         self, tree: PrefixTree, predicts: NDArray[np.int64], targets: NDArray[np.int64], temperatures: NDArray[np.float32]
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(logprobs, entropies) [N]: `predicts` are indices of hidden states, `targets` the tokens that follow them."""
+
         def put(array: NDArray[Any]) -> torch.Tensor:
             return torch.from_numpy(array).to(self.device)
 
         branches = attention.Branches.of(tree, self.device)
         with torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32):
             out = self._body(input_ids=put(tree.ids)[None], position_ids=put(tree.positions)[None], use_cache=False, branches=branches)
-        hidden = out.last_hidden_state[0].index_select(0, put(predicts))
-        return token_logprobs(hidden, self._head.weight, put(targets), put(temperatures), chunk=self._chunk, dtype=self.dtype)
+        return token_logprobs(
+            out.last_hidden_state[0],
+            self._head.weight,
+            put(predicts),
+            put(targets),
+            put(temperatures),
+            chunk=self._chunk,
+            dtype=self.dtype,
+        )

@@ -35,6 +35,8 @@ def test_device_flags() -> None:
     assert value(cpu, "--dtype") == "float32" and "--enforce-eager" in cpu and "--gpu-memory-utilization" not in cpu
     assert value(gpu, "--dtype") == "bfloat16" and "--enforce-eager" not in gpu and value(gpu, "--gpu-memory-utilization") == "0.85"
     assert value(flags(EngineSection(kv_cache_gib=0.5), "cpu"), "--kv-cache-memory-bytes") == str(1 << 29)
+    assert "--no-enable-chunked-prefill" in cpu and "--no-enable-chunked-prefill" not in gpu
+    assert value(flags(EngineSection(max_model_len=8192), "cpu"), "--max-num-batched-tokens") == "8192"
     assert json.loads(value(cpu, "--weight-transfer-config")) == {"backend": "gloo"}
     assert json.loads(value(gpu, "--weight-transfer-config")) == {"backend": "nccl"}
 

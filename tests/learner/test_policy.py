@@ -82,16 +82,18 @@ def test_score_prompts() -> None:
 def test_chunked_head_equals_the_plain_one_with_its_gradients(chunk: int) -> None:
     torch.manual_seed(0)
     hidden, weight = torch.randn(11, 6, dtype=torch.float64).float(), torch.randn(23, 6)
-    targets, temperatures = torch.randint(0, 23, (11,)), torch.rand(11) + 0.5
-    upstream = torch.randn(11)
+    predicts = torch.tensor([3, 0, 3, 3, 10, 7, 7, 9, 2, 3, 0, 5, 6])  # out of order, some states with several terms, some with none
+    targets, temperatures = torch.randint(0, 23, (13,)), (torch.arange(13) % 2) / 2 + 0.7
+    targets[2] = targets[0]  # the same term twice: both rows sampled the same token there
+    upstream = torch.randn(13)
     results = []
     for plain in (True, False):
         h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
         if plain:
-            full = torch.log_softmax(h @ w.T / temperatures[:, None], -1)
+            full = torch.log_softmax(h[predicts] @ w.T / temperatures[:, None], -1)
             logprobs, entropy = full.gather(-1, targets[:, None]).squeeze(-1), -(full.exp() * full).sum(-1)
         else:
-            logprobs, entropy = token_logprobs(h, w, targets, temperatures, chunk=chunk)
+            logprobs, entropy = token_logprobs(h, w, predicts, targets, temperatures, chunk=chunk)
         (logprobs * upstream).sum().backward()
         results.append((logprobs.detach(), entropy.detach(), h.grad, w.grad))
     for a, b in zip(*results, strict=True):
@@ -105,7 +107,7 @@ def test_chunked_head_gradient_by_finite_differences() -> None:
     upstream = torch.tensor([1.0, -0.5, 0.25, 2.0])
 
     def value() -> torch.Tensor:
-        return (token_logprobs(hidden, weight, targets, temperatures, chunk=2)[0] * upstream).sum()
+        return (token_logprobs(hidden, weight, torch.arange(4), targets, temperatures, chunk=2)[0] * upstream).sum()
 
     value().backward()
     for tensor in (hidden, weight):
@@ -132,7 +134,7 @@ def test_the_head_never_holds_all_logits() -> None:
 
     hidden, weight = torch.randn(64, 4, requires_grad=True), torch.randn(1000, 4, requires_grad=True)
     with Spy():
-        token_logprobs(hidden, weight, torch.zeros(64, dtype=torch.long), torch.ones(64), chunk=8)[0].sum().backward()
+        token_logprobs(hidden, weight, torch.arange(64), torch.zeros(64, dtype=torch.long), torch.ones(64), chunk=8)[0].sum().backward()
     assert max(sizes) <= 8 * 1000
 
 
