@@ -49,7 +49,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
-    train = _with_config(commands, "train", _train, "train a model inside an agent")
+    train = _with_config(commands, "train", _train, "train a model inside an agent", optional=True)
+    train.add_argument("--resume", type=Path, metavar="RUN", help="go on with a run that was killed, stopped or has more steps to do now")
     train.add_argument("--dry-run", action="store_true", help="print the resolved config and stop")
     _with_config(commands, "warmup", _warmup, "supervised warm start on the tasks' own solutions")
     evaluate = _with_config(commands, "eval", _eval, "measure success on the evaluation tasks")
@@ -98,9 +99,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _with_config(commands: Any, name: str, command: Command, help_text: str) -> argparse.ArgumentParser:
+def _with_config(commands: Any, name: str, command: Command, help_text: str, *, optional: bool = False) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(name, help=help_text)
-    parser.add_argument("config", type=Path, metavar="CONFIG.toml")
+    parser.add_argument("config", type=Path, metavar="CONFIG.toml", nargs="?" if optional else None)
     parser.add_argument("--set", action="append", default=[], metavar="section.key=value", help="override a config value; may be repeated")
     parser.set_defaults(command=command)
     return parser
@@ -111,6 +112,8 @@ def _load(options: argparse.Namespace, suffix: str = "", *, fresh: bool = True) 
     from harness_rl.config import load_config
     from harness_rl.shortform import shorten
 
+    if options.config is None:
+        raise UserError("train: name a config file, or a run to go on with (--resume RUN)")
     config = shorten(load_config(options.config, options.set))
     if getattr(options, "model", None):
         config.model.name = options.model
@@ -123,7 +126,7 @@ def _load(options: argparse.Namespace, suffix: str = "", *, fresh: bool = True) 
 
 
 def _train(options: argparse.Namespace) -> int:
-    config = _load(options)
+    config = _resumed(options) if options.resume else _load(options)
     if options.dry_run:
         from harness_rl.config import to_toml
 
@@ -132,8 +135,14 @@ def _train(options: argparse.Namespace) -> int:
     from harness_rl.orchestrator.main import resolve_inputs, run_until_signal, train
 
     inputs = resolve_inputs(config)
-    run_until_signal(lambda: train(config, inputs), config.run.stop_grace_s)
+    run_until_signal(lambda: train(config, inputs, resume=options.resume is not None), config.run.stop_grace_s)
     return 0
+
+
+def _resumed(options: argparse.Namespace) -> RunConfig:
+    from harness_rl.orchestrator.main import resumed_config
+
+    return resumed_config(options.resume, _load(options, fresh=False) if options.config else None, options.set)
 
 
 def _warmup(options: argparse.Namespace) -> int:

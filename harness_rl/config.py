@@ -151,6 +151,8 @@ class LearnerSection(Section):
     """Write every trained row, as the loss consumed it, to RUN/audit/."""
     start_timeout_s: float = Field(300.0, gt=0)
     step_timeout_s: float = Field(1800.0, gt=0)
+    max_restarts: int = Field(2, ge=0)
+    """How often a learner that died is started again, from its newest checkpoint."""
     max_rejected_rows: int = Field(0, ge=0)
     """Rows that break invariant 1 a run may hold (each is left out of training); one more stops the run."""
 
@@ -165,8 +167,8 @@ class SyncSection(Section):
 
 
 class CheckpointSection(Section):
-    every: int = Field(0, ge=0)
-    """Steps; 0 = only at the end."""
+    every: int = Field(10, ge=0)
+    """Steps between two; a run that dies goes on from the last. 0 = only at the end."""
     keep: int = Field(2, ge=1)
 
 

@@ -11,6 +11,7 @@ Three rules hold by construction:
     ├── EngineError        the inference server died, refused or answered nonsense
     ├── SandboxError       the sandbox could not be built, reached or stopped
     ├── LearnerError       the learner process died or refused
+    │   └── LearnerGone    it died or fell silent: it can be started again
     └── InvariantError     capture, rows or weights disagree with what was proven
 """
 
@@ -37,6 +38,10 @@ class SandboxError(HarnessRLError):
 
 class LearnerError(HarnessRLError):
     """The learner process died, timed out or reported a failure."""
+
+
+class LearnerGone(LearnerError):
+    """The learner process ended or fell silent without a word of its own: another one can go on from the last checkpoint."""
 
 
 class InvariantError(HarnessRLError):
@@ -81,6 +86,8 @@ class Cause(StrEnum):
     """`rollout_reward_fn` returned None: the user asked to leave this rollout out."""
     CANCELLED = "cancelled"
     """The run stopped while the rollout was going."""
+    ABANDONED = "abandoned"
+    """The control process died while the rollout was going; its task is played again."""
     INTERNAL = "internal"
     """An unexpected exception in our own code; the log has it."""
 
@@ -107,6 +114,7 @@ _FAULTS = {
     Cause.REWARD_FUNCTION: Fault.USER,
     Cause.REWARD_NONE: Fault.USER,
     Cause.CANCELLED: Fault.OURS,
+    Cause.ABANDONED: Fault.OURS,
     Cause.INTERNAL: Fault.OURS,
 }
 

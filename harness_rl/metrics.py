@@ -99,6 +99,16 @@ class MetricsLog:
         self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
 
+    def take_back(self, step: int) -> list[dict[str, Any]]:
+        """Forget the lines of steps after `step`, which were not kept in a checkpoint; returns those that stay."""
+        if not self._path.exists():
+            return []
+        lines = [line for line in read_metrics(self._path) if line[Metric.STEP] <= step]
+        temporary = self._path.with_suffix(".tmp")
+        temporary.write_text("".join(json.dumps(line, allow_nan=False) + "\n" for line in lines))
+        temporary.replace(self._path)
+        return lines
+
     def write(self, line: Mapping[str, Any]) -> None:
         text = json.dumps(strict_json(dict(line)), allow_nan=False)
         with self._path.open("a") as file:

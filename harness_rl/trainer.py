@@ -13,7 +13,7 @@ from typing import Any
 
 from harness_rl.config import RunConfig, resolve_config
 from harness_rl.errors import UserError
-from harness_rl.orchestrator.main import Outcome, free_name, resolve_inputs, run_until_signal, train
+from harness_rl.orchestrator.main import Outcome, free_name, resolve_inputs, resumed_config, run_until_signal, train
 from harness_rl.orchestrator.rewards import RewardFunction
 from harness_rl.sessions.base import SessionFactory
 from harness_rl.shortform import shorten
@@ -94,8 +94,15 @@ class HarnessAsyncGRPOTrainer:
         self._rows = None if train_dataset is None else [dict(row) for row in train_dataset]
         self._reward = rollout_reward_fn
 
-    def train(self) -> Outcome:
-        """Run to the last step. Raises HarnessRLError with the cause when the run cannot go on; KeyboardInterrupt after a signal."""
+    def train(self, resume_from_checkpoint: bool | str | Path = False) -> Outcome:
+        """Run to the last step. With `resume_from_checkpoint`, go on in a run folder (True: the config's own) from its newest checkpoint.
+
+        Raises HarnessRLError with the cause when the run cannot go on; KeyboardInterrupt after a signal.
+        """
         inputs = resolve_inputs(self.config, factory=self._factory(), rows=self._rows, reward_function=self._reward)
-        config = self.config.model_copy(update={"run": self.config.run.model_copy(update={"name": free_name(self.config)})})
-        return run_until_signal(lambda: train(config, inputs), config.run.stop_grace_s)
+        config = self.config.model_copy(update={"run": self.config.run.model_copy()})
+        if resume_from_checkpoint:
+            config = resumed_config(config.run_dir if resume_from_checkpoint is True else Path(resume_from_checkpoint), config)
+        else:
+            config.run.name = free_name(config)
+        return run_until_signal(lambda: train(config, inputs, resume=bool(resume_from_checkpoint)), config.run.stop_grace_s)

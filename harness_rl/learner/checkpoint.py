@@ -1,7 +1,8 @@
 """Checkpoints that are whole or do not count: `checkpoints/step-N/` with a marker, `COMPLETE`, written last.
 
-Everything is written under a temporary name, flushed to disk and renamed; then the marker, which lists every file with size and hash. A
-folder without a marker, or that disagrees with it, is skipped by name. The folder itself is a model in Hugging Face format.
+Everything is written under a temporary name, at last the marker, which lists every file with size and hash; flushed to disk; and renamed,
+so that a kill at any moment leaves a whole checkpoint or none. A folder without a marker, or that disagrees with it, is skipped by name.
+The folder itself is a model in Hugging Face format.
 """
 
 from __future__ import annotations
@@ -58,18 +59,15 @@ def save(root: Path, step: int, version: str, model: Any, source: Path | None, s
                     shutil.copyfile(extra, temporary / extra.name)
         torch.save(state, temporary / STATE)
         files = {path.name: {"bytes": path.stat().st_size, "blake2b": _flushed_hash(path)} for path in sorted(temporary.iterdir())}
+        marker = {"format": FORMAT, "step": step, "version": version, "files": files}
+        (temporary / MARKER).write_text(json.dumps(marker, indent=1) + "\n")
+        _flushed_hash(temporary / MARKER)
         _sync_folder(temporary)
         shutil.rmtree(final, ignore_errors=True)  # of a line that a crash took back
         temporary.rename(final)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise LearnerError(f"checkpoint {final} could not be written: {error}") from error
-    marker = {"format": FORMAT, "step": step, "version": version, "files": files}
-    pending = final / f".{MARKER}.tmp"
-    pending.write_text(json.dumps(marker, indent=1) + "\n")
-    _flushed_hash(pending)
-    pending.rename(final / MARKER)
-    _sync_folder(final)
     _sync_folder(root)
     _forget(root, step, keep)
     return Checkpoint(final, step, version)

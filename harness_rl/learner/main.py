@@ -109,8 +109,6 @@ class Learner:
         metrics["seconds/wait_batch"] = waited
         if report.updated:
             self.version = self.spec.version(self.step)
-            if self.spec.checkpoint_every and self.step % self.spec.checkpoint_every == 0:
-                metrics["seconds/checkpoint"] = self._save()
             metrics |= self._push_weights(_proven_ids(rows, report))
         self.link.send(
             "result",
@@ -120,6 +118,8 @@ class Learner:
             reasons=report.reasons,
             metrics=metrics,
         )
+        if report.updated and self.spec.checkpoint_every and self.step % self.spec.checkpoint_every == 0:
+            self._save()  # after the result, so that control has written down every step that a checkpoint covers
 
     def _push_weights(self, rows: Sequence[NDArray[np.int32]]) -> dict[str, float]:
         """Hold, sync, prove, release. Returns the sync's metrics; empty without engines, or when control asks to stop instead."""
@@ -152,15 +152,15 @@ class Learner:
 
         return np.array(Tokenizer.from_file(str(self.source / "tokenizer.json")).encode(PROBE_TEXT).ids, dtype=np.int32)
 
-    def _save(self) -> float:
-        """Save the weights as they are, once; returns the seconds it took."""
+    def _save(self) -> None:
+        """Save the weights as they are, once."""
+        if self.saved_step == self.step:
+            return
         began = time.perf_counter()
-        if self.saved_step != self.step:
-            model, state = self.policy.model, self.trainer.state()
-            saved = checkpoint.save(self.root, self.step, self.version, model, self.source, state, self.spec.keep_checkpoints)
-            self.saved_step = self.step
-            self.link.send("checkpoint", step=saved.step, version=saved.version, path=str(saved.path))
-        return time.perf_counter() - began
+        model, state = self.policy.model, self.trainer.state()
+        saved = checkpoint.save(self.root, self.step, self.version, model, self.source, state, self.spec.keep_checkpoints)
+        self.saved_step = self.step
+        self.link.send("checkpoint", step=saved.step, version=saved.version, path=str(saved.path), seconds=time.perf_counter() - began)
 
     @property
     def engine_dtype(self) -> torch.dtype:

@@ -73,6 +73,12 @@ class Assembler:
     row_counts: Counter[str] = field(default_factory=Counter)
     """See `build_rows`; over the whole run."""
 
+    def restore(self, groups: list[Group], batches_closed: int) -> None:
+        """Start from what an earlier process left: usable groups, and how many batches it closed."""
+        self.batches_closed = batches_closed
+        for group in groups:
+            self.add(group)
+
     def add(self, group: Group) -> None:
         self.considered.append(group)
         if group.usable:

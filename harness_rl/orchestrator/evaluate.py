@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from harness_rl.metrics import RunState, mean, wilson_interval
-from harness_rl.orchestrator.rollout import Rollout, RolloutRunner
+from harness_rl.orchestrator.rollout import Rollout, RolloutRunner, rollout_seed
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,11 @@ async def evaluate(
     seed: int,
     state: RunState,
 ) -> Evaluation:
-    """Run `samples` rollouts of each row, each in one of `slots`. Failed rollouts are counted, never scored 0."""
+    """Run `samples` rollouts of each row, each in one of `slots`. Failed rollouts are counted, never scored 0.
+
+    Sampling is seeded by `seed`, task and sample, not by `label`: two evaluations of a run draw the same random numbers, so that their
+    difference is the policy's (common random numbers).
+    """
     done = 0
 
     async def one(index: int, row: dict[str, Any], sample: int) -> Rollout:
@@ -56,7 +60,13 @@ async def evaluate(
         async with slots:
             state.rollouts_running += 1
             try:
-                rollout = await runner.run(row, group_id=f"{label}-{index:03d}", member=sample, seed=seed, temperature=temperature)
+                rollout = await runner.run(
+                    row,
+                    group_id=f"{label}-{index:03d}",
+                    member=sample,
+                    seed=rollout_seed(seed, "eval", task_name(row), sample),
+                    temperature=temperature,
+                )
             finally:
                 state.rollouts_running -= 1
             done += 1

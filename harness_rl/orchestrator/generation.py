@@ -16,7 +16,7 @@ from harness_rl.metrics import RunState
 from harness_rl.orchestrator.batches import Assembler, Batch, Group
 from harness_rl.orchestrator.evaluate import task_name
 from harness_rl.orchestrator.journal import GroupState, Journal
-from harness_rl.orchestrator.rollout import Rollout, RolloutRunner
+from harness_rl.orchestrator.rollout import Rollout, RolloutRunner, rollout_seed
 from harness_rl.orchestrator.schedule import TaskOrder
 
 
@@ -44,6 +44,7 @@ class Generation:
 
     def __post_init__(self) -> None:
         self.slots = asyncio.Semaphore(self.config.rollout.max_concurrent_rollouts)
+        self._close_batches()  # of groups that an earlier process left
 
     async def produce(self) -> None:
         """Open groups until cancelled or until no more are needed for the last step."""
@@ -63,7 +64,7 @@ class Generation:
                 number += 1
                 self._running += 1
                 self.journal.open_group(group_id, position, task_name(row))
-                tasks.create_task(self._group(group_id, number, row))
+                tasks.create_task(self._group(group_id, row))
                 await asyncio.sleep(0)  # let its members queue for slots before the next group is considered
 
     @property
@@ -88,12 +89,13 @@ class Generation:
             await self._changed.wait_for(lambda: bool(self._batches))
             return self._batches.popleft()
 
-    async def _group(self, group_id: str, seed: int, row: dict[str, Any]) -> None:
+    async def _group(self, group_id: str, row: dict[str, Any]) -> None:
 
         async def member(index: int) -> Rollout:
             async with self.slots:
                 self.state.rollouts_running += 1
                 try:
+                    seed = rollout_seed(self.config.run.seed, group_id, index)
                     rollout = await self.runner.run(row, group_id=group_id, member=index, seed=seed)
                 finally:
                     self.state.rollouts_running -= 1
@@ -117,8 +119,10 @@ class Generation:
         async with self._changed:
             self._running -= 1
             self.assembler.add(group)
-            batch = self.assembler.close()
-            if batch is not None:
-                self._batches.append(batch)
+            self._close_batches()
             self.state.groups_ready = len(self.assembler.ready)
             self._changed.notify_all()
+
+    def _close_batches(self) -> None:
+        while (batch := self.assembler.close()) is not None:
+            self._batches.append(batch)

@@ -1,8 +1,8 @@
 """The journal: what a run has dispatched, scored, trained and made durable, in one SQLite file (WAL).
 
-A group moves one way, `running -> scored -> leased(step) -> trained(step) -> durable(checkpoint)`, or ends as `dropped(reason)`; a rollout
-is written
-before it is dispatched, so that a killed control process leaves no work that nobody knows of. Every rollout ends in exactly one state.
+A group moves one way, `running -> scored -> leased(step) -> trained(step) -> durable(checkpoint)`, or ends as `dropped(reason)`; only a
+resume takes groups back, to what the newest checkpoint holds. A rollout is written before it is dispatched, so that a killed control
+process leaves no work that nobody knows of. Every rollout ends in exactly one state.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import sqlite3
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from harness_rl.errors import UserError
+from harness_rl.errors import Cause, UserError
 from harness_rl.metrics import strict_json
 
 _SCHEMA = """
@@ -33,6 +34,9 @@ CREATE INDEX IF NOT EXISTS rollouts_by_group ON rollouts (group_id);
 """
 
 
+RUN_ENDED = "run_ended"
+
+
 class GroupState(StrEnum):
     RUNNING = "running"
     SCORED = "scored"
@@ -47,6 +51,26 @@ class RolloutState(StrEnum):
     SCORED = "scored"
     FAILED = "failed"
     """No reward; `cause` says why. A retry is a row of its own."""
+
+
+@dataclass(frozen=True)
+class GroupEntry:
+    group_id: str
+    position: int
+    task: str
+
+
+@dataclass(frozen=True)
+class RolloutEntry:
+    """A group member's last attempt."""
+
+    rollout_id: str
+    member: int
+    attempt: int
+    reward: float | None
+    causes: list[Cause]
+    """Of the member's failed attempts, in order."""
+    seconds: float
 
 
 class Journal:
@@ -139,9 +163,61 @@ class Journal:
         }
         return {name: dict(self._db.execute(query).fetchall()) for name, query in tables.items()}
 
-    def drop_running(self, reason: str) -> None:
+    def drop_running(self) -> None:
         """Groups that the end of the run left unfinished."""
         self._db.execute(
             "UPDATE groups SET state = ?, reason = ?, updated = ? WHERE state = ?",
-            (GroupState.DROPPED, reason, time.time(), GroupState.RUNNING),
+            (GroupState.DROPPED, RUN_ENDED, time.time(), GroupState.RUNNING),
         )
+
+    def groups(self, state: GroupState) -> list[GroupEntry]:
+        """In order of their opening."""
+        found = self._db.execute("SELECT group_id, position, task FROM groups WHERE state = ? ORDER BY rowid", (state,))
+        return [GroupEntry(*row) for row in found]
+
+    def rollouts(self, group_id: str) -> list[RolloutEntry]:
+        """The last attempt of each member, by member."""
+        last: dict[int, RolloutEntry] = {}
+        causes: dict[int, list[Cause]] = {}
+        query = (
+            "SELECT rollout_id, member, attempt, cause, reward, COALESCE(ended, started) - started FROM rollouts WHERE group_id = ? "
+            "ORDER BY member, attempt"
+        )
+        for rollout_id, member, attempt, cause, reward, seconds in self._db.execute(query, (group_id,)):
+            if cause is not None:
+                causes.setdefault(member, []).append(Cause(cause))
+            last[member] = RolloutEntry(rollout_id, member, attempt, reward, causes.get(member, []), seconds)
+        return list(last.values())
+
+    def next_places(self) -> tuple[int, int]:
+        """(number of the next group, next position in the task order)."""
+        (groups, position) = self._db.execute("SELECT COUNT(*), COALESCE(MAX(position) + 1, 0) FROM groups").fetchone()
+        return groups, position
+
+    def positions_given_up(self) -> list[int]:
+        """Positions of which every group so far was dropped because its process or its run ended."""
+        query = (
+            "SELECT position FROM groups GROUP BY position "
+            "HAVING SUM(state = ? AND COALESCE(reason, '') IN (?, ?)) = COUNT(*) ORDER BY position"
+        )
+        return [position for (position,) in self._db.execute(query, (GroupState.DROPPED, Cause.ABANDONED, RUN_ENDED))]
+
+    def take_back(self, step: int) -> None:
+        """The weights are those after `step` again, and nobody plays any rollout: later steps are forgotten, their groups only scored."""
+        now = time.time()
+        trained = (GroupState.LEASED, GroupState.TRAINED, GroupState.DURABLE)
+        with self._transaction() as db:
+            db.execute("UPDATE groups SET state = ?, updated = ? WHERE state IN (?, ?, ?) AND step <= ?", (trained[2], now, *trained, step))
+            db.execute(
+                "UPDATE groups SET state = ?, step = NULL, updated = ? WHERE state IN (?, ?, ?) AND step > ?",
+                (GroupState.SCORED, now, *trained, step),
+            )
+            db.execute(
+                "UPDATE groups SET state = ?, reason = ?, updated = ? WHERE state = ?",
+                (GroupState.DROPPED, Cause.ABANDONED, now, GroupState.RUNNING),
+            )
+            db.execute(
+                "UPDATE rollouts SET state = ?, cause = ?, ended = ? WHERE state = ?",
+                (RolloutState.FAILED, Cause.ABANDONED, now, RolloutState.RUNNING),
+            )
+            db.execute("DELETE FROM steps WHERE step > ?", (step,))

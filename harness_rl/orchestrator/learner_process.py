@@ -12,15 +12,16 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import capture_proxy
 import harness_rl
-from harness_rl.errors import HarnessRLError, InvariantError, LearnerError
-from harness_rl.learner.link import TOKEN_ENV, LearnerLink, Message
+from harness_rl.errors import HarnessRLError, InvariantError, LearnerError, LearnerGone
+from harness_rl.learner.link import TOKEN_ENV, LearnerLink, LinkError, Message
+from harness_rl.learner.rows import Row
 from harness_rl.learner.spec import LearnerSpec
 from harness_rl.processes import Child, spawn
 
@@ -52,6 +53,8 @@ class LearnerProcess:
     link: LearnerLink
     hooks: SyncHooks
     link_dir: Path
+    step: int = 0
+    """Optimizer steps in the weights that it started from."""
     last_sync: SyncReport | None = None
     last_checkpoint: Message | None = None
     _inbox: asyncio.Queue[Message | Exception] = field(default_factory=asyncio.Queue)
@@ -60,12 +63,12 @@ class LearnerProcess:
     async def next(self, timeout: float) -> Message:
         """The next `sync_done`, `result`, `checkpoint` or `bye`.
 
-        Raises InvariantError when a proof failed, LearnerError when the learner failed, went away or is late.
+        Raises InvariantError when a proof failed, LearnerError when the learner failed, LearnerGone when it went away or is late.
         """
         try:
             found = await asyncio.wait_for(self._inbox.get(), timeout)
         except TimeoutError:
-            raise LearnerError(f"no message from the learner in {timeout:.0f} s (log: {self.child.log_path})") from None
+            raise LearnerGone(f"no message from the learner in {timeout:.0f} s (log: {self.child.log_path})") from None
         if isinstance(found, Exception):
             self._inbox.put_nowait(found)  # nothing comes after it
             raise found
@@ -81,6 +84,8 @@ class LearnerProcess:
                 message = await self.link.receive(None)
                 if await self._answer(message):
                     self._inbox.put_nowait(message)
+        except LinkError as error:
+            self._inbox.put_nowait(self._gone(error))
         except HarnessRLError as error:
             self._inbox.put_nowait(error)
         except Exception as error:
@@ -108,10 +113,20 @@ class LearnerProcess:
                 text = f"the learner stopped: {name}: {message['message']} (log: {self.child.log_path})"
                 raise InvariantError(text) if name in _INVARIANT_NAMES else LearnerError(text)
             case "closed":
-                raise LearnerError(f"the learner went away: {message['reason']}: {self.child.last_words()} (log: {self.child.log_path})")
+                raise self._gone(message["reason"])
             case "checkpoint":
                 self.last_checkpoint = message
         return True
+
+    def _gone(self, reason: object) -> LearnerGone:
+        return LearnerGone(f"the learner went away: {reason}: {self.child.last_words()} (log: {self.child.log_path})")
+
+    async def send_batch(self, step: int, rows: Sequence[Row], timeout: float) -> None:
+        """Once it asks for one. Raises LearnerGone when it does not, or is not there."""
+        try:
+            await self.link.send_batch(step, rows, timeout)
+        except LinkError as error:
+            raise self._gone(error) from error
 
     async def resync(self) -> None:
         """Ask for the present weights to be pushed again: the engine has lost them."""
@@ -181,6 +196,10 @@ async def start_learner(
     if hello["lineage"] != spec.lineage:
         await learner.close()
         raise LearnerError(f"a learner of lineage {hello['lineage']} answered instead of {spec.lineage}")
+    learner.step = hello["step"]
+    saved = run_dir / "checkpoints" / f"step-{learner.step}"
+    if spec.resume and saved.is_dir():
+        learner.last_checkpoint = Message("checkpoint", {"step": learner.step, "path": str(saved)})
     learner.serve()
     return learner
 

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 
 from harness_rl.agents.registry import check_name
-from harness_rl.config import RunConfig, to_toml
+from harness_rl.config import RunConfig, load_config, to_toml
 from harness_rl.errors import UserError, first_error
 from harness_rl.metrics import RunState, read_metrics
 from harness_rl.models import resolve_model
@@ -91,12 +91,13 @@ class Outcome:
     evaluation: Evaluation | None = None
 
 
-async def train(config: RunConfig, inputs: Inputs, *, console: Console | None = None) -> Outcome:
+async def train(config: RunConfig, inputs: Inputs, *, resume: bool = False, console: Console | None = None) -> Outcome:
+    """To the last step; with `resume`, from the newest checkpoint of the config's run folder. Raises HarnessRLError."""
     async with opened(config, console) as (state, journal):
         model, warm = inputs.model_path, None
         async with services(config, inputs.model_path, state) as running:
             _bind(running, inputs)
-            if config.warmup.enabled:
+            if config.warmup.enabled and not (resume and any(config.run_dir.glob("checkpoints/step-*"))):
                 warm = await _warm_start(config, running, inputs, journal, state)
                 model = warm.path
             run = TrainingRun(
@@ -110,6 +111,7 @@ async def train(config: RunConfig, inputs: Inputs, *, console: Console | None = 
                 state=state,
                 journal=journal,
                 model_path=model,
+                resume=resume,
             )
             result = await run.run()
         state.phase = "done"
@@ -212,6 +214,16 @@ def run_folder(config: RunConfig) -> Iterator[None]:
         root.removeHandler(handler)
         handler.close()
         os.close(lock)
+
+
+def resumed_config(run: Path, config: RunConfig | None, overrides: list[str] | None = None) -> RunConfig:
+    """The config of a run that goes on in `run`: the folder's own, or `config` put there. Raises UserError where there is no run."""
+    if not (run / "journal.sqlite").is_file():
+        raise UserError(f"--resume: {run} is not the folder of a run (it has no journal.sqlite); name one below runs/")
+    if config is None:
+        config = load_config(run / "config.toml", overrides)
+    config.run.dir, config.run.name = run.parent, run.name
+    return config
 
 
 def free_name(config: RunConfig) -> str:

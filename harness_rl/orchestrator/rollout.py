@@ -4,6 +4,7 @@ starts."""
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import random
 import time
@@ -35,6 +36,12 @@ class Rollout:
     seconds: float
 
 
+def rollout_seed(*parts: object) -> int:
+    """63 bits from what names a rollout's sampling: the same parts give the same seed in every run."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest) >> 1
+
+
 @dataclass(frozen=True)
 class RolloutRunner:
     """How rollouts of this run are made; shared by training, evaluation and warm-up."""
@@ -56,7 +63,7 @@ class RolloutRunner:
         script: list[dict[str, Any]] | None = None,
         temperature: float | None = None,
     ) -> Rollout:
-        """Never raises for a failed rollout; only cancellation passes through."""
+        """Never raises for a failed rollout; only cancellation passes through. `seed` fixes how its calls are sampled."""
         started = time.monotonic()
         causes: list[Cause] = []
         rollout_id = ""

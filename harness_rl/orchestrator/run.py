@@ -4,8 +4,9 @@
        ▲                                                  │
        └── pacing: the version that the engine serves ◄───┘ sync: hold new calls · push · prove · release
 
-Whatever ends the run (the last step, a signal, a failure), the same `finally` blocks run: sandboxes stopped, learner, proxy and engine
-ended, leaks counted.
+A learner that dies is started again from its newest checkpoint, and a run that died goes on the same way (`resume.py`): both are one more
+`_attempt` of the same run. Whatever ends it (the last step, a signal, a failure), the same `finally` blocks run: sandboxes stopped,
+learner, proxy and engine ended, leaks counted.
 """
 
 from __future__ import annotations
@@ -20,16 +21,17 @@ from pathlib import Path
 from typing import Any
 
 from harness_rl.config import RunConfig
-from harness_rl.errors import HarnessRLError, InvariantError, LearnerError, first_error
+from harness_rl.errors import HarnessRLError, InvariantError, LearnerError, LearnerGone, first_error
 from harness_rl.learner.link import Message
 from harness_rl.learner.rows import mark_stale, parse_version
-from harness_rl.learner.spec import LearnerSpec
 from harness_rl.metrics import Metric, MetricsLog, RunState, mean
 from harness_rl.orchestrator.batches import Assembler, Batch
 from harness_rl.orchestrator.evaluate import Evaluation, evaluate
 from harness_rl.orchestrator.generation import Generation
 from harness_rl.orchestrator.journal import GroupState, Journal
 from harness_rl.orchestrator.learner_process import LearnerProcess, SyncHooks, SyncReport, start_learner
+from harness_rl.orchestrator.learner_spec import learner_spec
+from harness_rl.orchestrator.resume import Restored, restore
 from harness_rl.orchestrator.rewards import RewardFunction
 from harness_rl.orchestrator.rollout import RolloutRunner
 from harness_rl.orchestrator.schedule import TaskOrder
@@ -63,6 +65,8 @@ class TrainingRun:
     journal: Journal
     model_path: Path
     eval_factory: SessionFactory | None = None
+    resume: bool = False
+    """Go on from the run folder's newest checkpoint."""
     lineage: str = field(default_factory=lambda: secrets.token_hex(2))
     proven: set[str] = field(default_factory=set)
     """Policy versions whose weights the engine was shown to hold."""
@@ -73,8 +77,28 @@ class TrainingRun:
     _may_update: asyncio.Event = field(default_factory=asyncio.Event)
     """The starting weights are evaluated: the engine may get others."""
     _leased: dict[int, Batch] = field(default_factory=dict)
+    _line: dict[str, int] = field(default_factory=dict)
+    """Earlier lineages that the present weights come from, with their last proven steps."""
+    _started_at: int = 0
+    """Optimizer steps in the weights that the present learner started from."""
 
     async def run(self) -> RunResult:
+        """To the last step. Raises HarnessRLError with the cause when the run cannot go on."""
+        restarts = 0
+        while True:
+            try:
+                return await self._attempt()
+            except LearnerGone as gone:
+                if restarts == self.config.learner.max_restarts:
+                    raise LearnerError(f"{gone}; it was started {restarts + 1} times (learner.max_restarts)") from gone
+                restarts += 1
+                self.state.say(f"{gone}; starting it again from its newest checkpoint")
+                if self.state.holding:  # it died within a weight update: nobody knows what the engine holds
+                    await self.services.renew_engine()
+                self.resume, self.lineage = True, secrets.token_hex(2)
+
+    async def _attempt(self) -> RunResult:
+        """One learner's life."""
         config = self.config
         runner = RolloutRunner(self.factory, self.journal, self.reward_function, config.rollout.max_retries)
         assembler = Assembler(
@@ -84,13 +108,9 @@ class TrainingRun:
             config.rollout.shuffle_advantages,
             config.run.seed,
         )
-        order = TaskOrder(self.rows, seed=config.run.seed, shuffle=config.rollout.shuffle_tasks)
-        self.generation = Generation(config, runner, self.journal, order, assembler, self.state)
-        self.metrics = MetricsLog(config.run_dir / "metrics.jsonl")
-        self.journal.set_meta("lineages", [*(self.journal.meta("lineages") or []), self.lineage])
         self.state.learner = "starting"
         learner = await start_learner(
-            self._learner_spec(),
+            learner_spec(config, self.services, self.model_path, self.lineage, resume=self.resume),
             python=self.services.torch_python(config.learner.python),
             env=self.services.learner_env,
             hooks=SyncHooks(self._hold, self._release),
@@ -98,10 +118,22 @@ class TrainingRun:
             timeout=config.learner.start_timeout_s,
         )
         try:
+            restored = self._go_on_from(learner.step)
+            assembler.restore(restored.groups, restored.step)
+            order = TaskOrder(
+                self.rows,
+                seed=config.run.seed,
+                shuffle=config.rollout.shuffle_tasks,
+                position=restored.next_position,
+                again=restored.again,
+            )
+            self.generation = Generation(
+                config, runner, self.journal, order, assembler, self.state, version=restored.step, first_group=restored.next_group
+            )
             async with self.services.watched(learner.resync):
                 await self._first_sync(learner)
                 ended = await self._train(learner, runner)
-                self.journal.drop_running("run_ended")
+                self.journal.drop_running()
                 if config.eval.at_end and self.eval_rows:
                     await self._evaluate(runner, "end")
             self.state.phase = "saving"
@@ -110,46 +142,25 @@ class TrainingRun:
         finally:
             await learner.close()
             self.state.learner = "stopped"
-        self.journal.set_meta("evaluations", [evaluation.as_dict() for evaluation in self.evaluations])
         return RunResult(config.run_dir, self.state.step, Path(checkpoint["path"]), self.evaluations, ended)
 
-    def _learner_spec(self) -> LearnerSpec:
-        learner, sync, checkpoint = self.config.learner, self.config.sync, self.config.checkpoint
-        return LearnerSpec(
-            model=str(self.model_path),
-            run_dir=str(self.config.run_dir),
-            lineage=self.lineage,
-            engines=[self.services.engine_url],
-            served_model=self.services.model,
-            seed=self.config.run.seed,
-            learning_rate=learner.learning_rate,
-            warmup_steps=learner.warmup_steps,
-            adam_beta1=learner.adam_beta1,
-            adam_beta2=learner.adam_beta2,
-            adam_epsilon=learner.adam_epsilon,
-            weight_decay=learner.weight_decay,
-            max_grad_norm=learner.max_grad_norm,
-            epsilon_low=learner.epsilon_low,
-            epsilon_high=learner.epsilon_high,
-            truncation=learner.truncation,
-            ratio=learner.ratio,
-            loss_normalisation=learner.loss_normalisation,
-            minibatches=learner.minibatches,
-            micro_batch_tokens=learner.micro_batch_tokens,
-            gradient_checkpointing=learner.gradient_checkpointing,
-            audit=learner.audit,
-            max_rejected_rows=learner.max_rejected_rows,
-            device=learner.device,
-            dtype=learner.dtype,
-            threads=self.services.learner_threads,
-            sync_backend=sync.backend,
-            sync_timeout_s=sync.timeout_s,
-            link_timeout_s=learner.step_timeout_s,  # a sync may have to wait for an evaluation
-            probe_tokens=sync.probe_tokens,
-            probe_bound=sync.probe_bound,
-            checkpoint_every=checkpoint.every,
-            keep_checkpoints=checkpoint.keep,
-        )
+    def _go_on_from(self, step: int) -> Restored:
+        """Journal, metrics and state of a run whose weights are those after `step`; 0 for a fresh one."""
+        config = self.config
+        restored = restore(self.journal, config.run_dir / "rollouts", step, config.rollout.max_staleness)
+        self.journal.set_meta("lineages", [*(self.journal.meta("lineages") or []), [self.lineage, step]])
+        self.metrics = MetricsLog(config.run_dir / "metrics.jsonl")
+        self.state.rewards = [line[Metric.REWARD] for line in self.metrics.take_back(step)]
+        self.state.step, self._started_at, self._line = step, step, restored.line
+        self.evaluations = [Evaluation(**entry) for entry in self.journal.meta("evaluations") or []]
+        self._leased.clear()
+        self._fed, self._may_update = asyncio.Event(), asyncio.Event()
+        if self.resume:
+            self.state.say(
+                f"going on from step {step}: {len(restored.groups)} groups are scored and not trained, "
+                f"{len(restored.again)} are played again"
+            )
+        return restored
 
     async def _first_sync(self, learner: LearnerProcess) -> None:
         """The engine starts from the learner's weights, proven, before anything is sampled."""
@@ -159,18 +170,20 @@ class TrainingRun:
             raise LearnerError(f"the learner sent {message.type!r} before its first weight sync")
 
     async def _hold(self, version: str) -> None:
-        if parse_version(version)[1] > 0:
+        if version != f"{self.lineage}-{self._started_at}":
             await self._may_update.wait()
         self.state.learner = "syncing"
         await self.services.hold(f"weights {version}", self.config.proxy.hold_timeout_s)
 
     async def _release(self, report: SyncReport) -> None:
         await self.services.release(report.version)
+        lineage, step = parse_version(report.version)
+        self.journal.set_meta("proven", (self.journal.meta("proven") or {}) | {lineage: step})
         async with self._proofs:
             self.proven.add(report.version)
             self._proofs.notify_all()
         self.state.version, self.state.learner = report.version, "waiting"
-        await self.generation.weights_are(parse_version(report.version)[1])
+        await self.generation.weights_are(step)
         proof, seconds = report.proof, sum(report.seconds.values())
         self.state.say(
             f"weights {report.version} proven: mean |Δlogp| {proof['mean_abs']:.1e} over {proof['tokens']} tokens, {seconds:.1f} s in all"
@@ -191,11 +204,13 @@ class TrainingRun:
             state=self.state,
         )
         self.evaluations.append(evaluation)
+        self.journal.set_meta("evaluations", [evaluation.as_dict() for evaluation in self.evaluations])
         self.state.phase = phase
 
     async def _evaluate_start(self, runner: RolloutRunner) -> None:
         """While the learner works on its first batch: the engine still serves the weights that the run started from."""
-        if self.config.eval.at_start and self.eval_rows:
+        done = self.state.step > 0 or any(evaluation.label == "start" for evaluation in self.evaluations)
+        if self.config.eval.at_start and self.eval_rows and not done:
             await self._fed.wait()
             await self._evaluate(runner, "start")
         self._may_update.set()
@@ -223,14 +238,15 @@ class TrainingRun:
     async def _feed(self, learner: LearnerProcess) -> None:
         """Give the learner each closed batch, in order, when it asks."""
         timeout = self.config.learner.step_timeout_s
-        for _ in range(self.config.run.steps):
+        for _ in range(self.state.step, self.config.run.steps):
             batch = await self.generation.next_batch()
-            await self._wait_for_proof({version for row in batch.rows for span in row.spans for version, _, _ in span.versions})
+            versions = {version for row in batch.rows for span in row.spans for version, _, _ in span.versions}
+            await self._wait_for_proof({version for version in versions if parse_version(version)[0] == self.lineage})
             for row in batch.rows:
-                mark_stale(row, batch.step - 1, self.config.rollout.max_staleness, {self.lineage: batch.step - 1})
+                mark_stale(row, batch.step - 1, self.config.rollout.max_staleness, self._line | {self.lineage: batch.step - 1})
             self._leased[batch.step] = batch
             self.journal.move_groups([group.group_id for group in batch.groups], GroupState.LEASED, step=batch.step)
-            await learner.link.send_batch(batch.step, batch.rows, timeout)
+            await learner.send_batch(batch.step, batch.rows, timeout)
             self._fed.set()
 
     async def _wait_for_proof(self, versions: set[str]) -> None:

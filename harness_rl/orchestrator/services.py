@@ -96,6 +96,15 @@ class Services:
         await self._tell_proxy(partial(self.proxy.client.release, version))
         self.state.holding = False
 
+    async def renew_engine(self) -> None:
+        """Start a launched engine anew whose weights a learner was replacing when it died: they are the model folder's again."""
+        if self.engine.pid is None:
+            return  # not ours to end; the next update has to cope
+        self.state.engine = "restarting"
+        await self.engine.stop()
+        await self.engine.restart()
+        self.state.engine = "ready"
+
     async def _tell_proxy(self, call: Callable[[], Awaitable[Any]]) -> None:
         """A proxy that dies meanwhile is told once it is back."""
         while True:

@@ -141,7 +141,9 @@ class HarborSessionFactory:
             "demonstration": script is not None,
             "started_at": time.time(),
         }
-        sampling = services.sampling if temperature is None else {**services.sampling, "temperature": temperature}
+        sampling: dict[str, Any] = {**services.sampling, "seed": seed}
+        if temperature is not None:
+            sampling["temperature"] = temperature
         capture = await mint(services.proxy, metadata=about, sampling=sampling, limits=services.limits, script=script)
         return HarborSession(self._spec(ref, episode_id, capture.api_key, layers), capture, services, about, sandbox_hooks)
 

@@ -11,6 +11,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,6 +80,18 @@ def write_record(folder: Path, record: dict[str, Any], trace: TrainingTrace | No
     if trace is not None:
         _write(folder / TRACE_FILE, trace.to_bytes())
     _write(folder / OUTCOME_FILE, json.dumps(record, indent=1, allow_nan=False).encode())
+
+
+def read_outcome(folder: Path) -> HarnessRolloutOutcome:
+    """What `write_record` wrote of a scored rollout. Raises OSError or ValueError: it is missing or not whole."""
+    from capture_proxy.trace import TrainingTrace
+
+    record = json.loads((folder / OUTCOME_FILE).read_text())
+    names = {field.name for field in fields(HarnessRolloutOutcome)} - {"trace"}
+    if not isinstance(record, dict) or not names <= record.keys():
+        raise ValueError(f"{folder / OUTCOME_FILE} lacks {', '.join(sorted(names - set(record)))}")
+    trace = TrainingTrace.from_bytes((folder / TRACE_FILE).read_bytes())
+    return HarnessRolloutOutcome(trace=trace, **{name: record[name] for name in names})
 
 
 def _phase_seconds(result: Any) -> dict[str, float]:

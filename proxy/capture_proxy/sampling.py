@@ -6,6 +6,7 @@ what it was given and what it sampled are the very arrays that are recorded.
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from dataclasses import dataclass
 from typing import Any
@@ -65,7 +66,7 @@ async def sample_by_tokens(session: Session, call: AgentCall, running: RunningCa
         sample = await demonstrate(engine, call, session.spec.script[session.demonstrated], built.rendered.ids, built.ids, kwargs)
         versions = (before, await engine.version())
     else:
-        seed, grammar = secrets.randbits(63), built.rendered.grammar
+        seed, grammar = call_seed(session.spec.sampling.seed, running.seq), built.rendered.grammar
         params = _params(session, call, max_tokens, seed)
         if built.rendered.stop_token_ids:
             params["stop_token_ids"] = list(built.rendered.stop_token_ids)
@@ -98,7 +99,7 @@ async def sample_by_chat(session: Session, call: AgentCall, running: RunningCall
     count = await engine.count(fields)
     max_tokens = output_room(session, call, count or 0, info.max_model_len if count is not None else None)
     running.sampling.set()
-    seed = secrets.randbits(63)
+    seed = call_seed(session.spec.sampling.seed, running.seq)
     params = _params(session, call, max_tokens, seed)
     before = await engine.version()
     prompt, sample, parsed = await engine.chat(fields, params)
@@ -117,6 +118,14 @@ async def sample_by_chat(session: Session, call: AgentCall, running: RunningCall
         constrained=json_output or call.tool_choice not in (None, "auto", "none"),
         version_range=(before, await engine.version()),
     )
+
+
+def call_seed(session_seed: int | None, number: int) -> int:
+    """63 bits, another for each call of a session; the same for the same session seed and call number."""
+    if session_seed is None:
+        return secrets.randbits(63)
+    digest = hashlib.blake2b(f"{session_seed}/{number}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest) >> 1
 
 
 def _params(session: Session, call: AgentCall, max_tokens: int | None, seed: int) -> dict[str, Any]:

@@ -21,6 +21,8 @@ class Sampling(BaseModel):
 
     temperature: Annotated[float, Field(ge=0, le=10, allow_inf_nan=False)] = 1.0
     """0 samples greedily; such turns are recorded and never trained."""
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
+    """From it and the number of the call comes the call's own seed, so that a session can be sampled again; None: a random one."""
 
 
 class Limits(BaseModel):

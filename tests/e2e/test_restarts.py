@@ -1,116 +1,99 @@
-"""A real run whose vLLM and whose capture proxy are killed on the way: both are started again and the run ends whole."""
+"""Real runs whose parts are killed on the way: what control can start again goes on, and a run that lost control itself is resumed."""
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 import sqlite3
-import subprocess
-import sys
 import time
 from pathlib import Path
 
+import httpx
 import pytest
+from e2e.killing import CONFIG, ROOT, running
 
 from harness_rl.metrics import read_metrics
 from harness_rl.tasks.quickstart import generate
 
-ROOT = Path(__file__).resolve().parents[2]
-CONFIG = """
-[run]
-dir = "{dir}"
-name = "killed"
-steps = 4
-[engine]
-max_model_len = 1024
-max_num_seqs = 8
-[harness]
-config = "{root}/examples/configs/quickstart_agent.yaml"
-[tasks]
-train = "{dir}/tasks/train"
-[reward]
-function = "tests/e2e/rewards.py:sampled_tokens"
-[rollout]
-num_generations = 2
-groups_per_step = 2
-max_concurrent_rollouts = 4
-max_staleness = 1
-max_calls = 2
-max_output_tokens_per_call = 24
-"""
+pytestmark = [pytest.mark.full, pytest.mark.engine, pytest.mark.root]
+LEARNER, CONTROL_IS_DEAD = b"harness_rl.learner", -9
 
 
-def descendants(pid: int) -> list[int]:
-    """Of a process, itself left out, nearest first."""
-    children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            after_name = stat.read_text().rpartition(")")[2].split()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        children.setdefault(int(after_name[1]), []).append(int(stat.parent.name))
-    found = list(children.get(pid, []))
-    for child in found:  # grows while it is read
-        found += children.get(child, [])
-    return found
-
-
-def find(owner: int, words: bytes) -> int:
-    """The descendant whose command line holds `words`."""
-    for pid in descendants(owner):
-        try:
-            if words in Path(f"/proc/{pid}/cmdline").read_bytes():
-                return pid
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-    raise LookupError(f"no descendant of {owner} runs {words!r}")
-
-
-@pytest.mark.full
-@pytest.mark.engine
-@pytest.mark.root
-def test_a_killed_engine_and_a_killed_proxy_are_started_again_and_the_run_ends_whole(tmp_path: Path) -> None:
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
     generate(tmp_path / "tasks", train=6, heldout=6)
-    config = tmp_path / "config.toml"
-    config.write_text(CONFIG.format(dir=tmp_path, root=ROOT))
-    log = tmp_path / "output.log"
-    with log.open("wb") as output:
-        run = subprocess.Popen(
-            [sys.executable, "-m", "harness_rl.cli", "train", str(config)],
-            cwd=ROOT,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-        )
+    path = tmp_path / "config.toml"
+    path.write_text(CONFIG.format(dir=tmp_path, root=ROOT, steps=4))
+    return path
 
-        def until(words: str) -> None:
-            deadline = time.monotonic() + 400
-            while words not in log.read_text():
-                assert run.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
-                time.sleep(0.2)
 
-        try:
-            until("step 1/4")
-            os.kill(find(run.pid, b"VLLM::Worker"), signal.SIGKILL)
-            until("the engine died")
-            until("step 2/4")
-            os.kill(find(run.pid, b"capture_proxy"), signal.SIGKILL)
-            until("the capture proxy died")
-            assert run.wait(600) == 0, log.read_text()[-3000:]
-        finally:
-            run.kill()
-    said = log.read_text()
-    proven = [int(step) for step in re.findall(r"weights \w+-(\d+) proven", said[said.index("the engine died") :])]
+def failed_rollouts(folder: Path) -> set[str]:
+    """Causes; and no rollout is in two minds."""
+    with sqlite3.connect(folder / "journal.sqlite") as journal:
+        (running_still,) = journal.execute("SELECT COUNT(*) FROM rollouts WHERE state = 'running'").fetchone()
+        assert running_still == 0
+        return {cause for (cause,) in journal.execute("SELECT DISTINCT cause FROM rollouts WHERE state = 'failed'")}
+
+
+def check_whole(folder: Path, steps: int) -> None:
+    lines = read_metrics(folder / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(1, steps + 1))
+    assert all(line["rows/rejected"] == 0 for line in lines)
+    assert "leak audit" not in (folder / "logs" / "control.log").read_text()
+
+
+def test_a_killed_engine_and_a_killed_proxy_are_started_again_and_the_run_ends_whole(config: Path, tmp_path: Path) -> None:
+    with running(str(config), log=tmp_path / "output.log") as run:
+        run.until("step 1/4")
+        run.kill(b"VLLM::Worker")
+        run.until("the engine died")
+        run.until("step 2/4")
+        run.kill(b"capture_proxy")
+        run.until("the capture proxy died")
+        run.ends()
+    proven = [int(step) for step in re.findall(r"weights \w+-(\d+) proven", run.said[run.said.index("the engine died") :])]
     assert proven[0] >= 1  # the weights that were trained so far, not those of the model folder
     assert proven[-1] == 4
+    check_whole(tmp_path / "killed", 4)
+    lost = failed_rollouts(tmp_path / "killed")
+    assert lost <= {"engine", "capture", "cancelled"}, "a rollout that lost its engine or its proxy is never scored"
+
+
+def test_a_killed_learner_and_a_killed_control_process_go_on_from_the_newest_checkpoint(config: Path, tmp_path: Path) -> None:
     folder = tmp_path / "killed"
-    lines = read_metrics(folder / "metrics.jsonl")
-    assert [line["step"] for line in lines] == [1, 2, 3, 4]
-    assert all(line["rows/rejected"] == 0 for line in lines)
+    with running(str(config), "--set", "checkpoint.every=1", log=tmp_path / "first.log") as run:
+        run.until("step 1/4")
+        run.until("checkpoint ")
+        run.kill(LEARNER)
+        run.until("going on from step 1")
+        run.until("step 2/4")
+        run.until("checkpoints/step-2")
+        run.process.kill()
+        assert run.process.wait(10) == CONTROL_IS_DEAD
+    with running("--resume", str(folder), log=tmp_path / "second.log") as run:
+        run.until("going on from step 2")
+        run.ends()
+    assert "checkpoints/step-4" in run.said
+    check_whole(folder, 4)
+    assert failed_rollouts(folder) <= {"cancelled", "abandoned"}
     with sqlite3.connect(folder / "journal.sqlite") as journal:
-        failed = dict(journal.execute("SELECT cause, COUNT(*) FROM rollouts WHERE state = 'failed' GROUP BY cause").fetchall())
-        (running,) = journal.execute("SELECT COUNT(*) FROM rollouts WHERE state = 'running'").fetchone()
-    assert set(failed) <= {"engine", "capture", "cancelled"}, "a rollout that lost its engine or its proxy is never scored"
-    assert running == 0
-    assert "leak audit" not in (folder / "logs" / "control.log").read_text()
+        versions = [version for (version,) in journal.execute("SELECT version FROM steps ORDER BY step")]
+        states = dict(journal.execute("SELECT state, COUNT(*) FROM groups GROUP BY state"))
+        twice = journal.execute("SELECT position FROM groups WHERE state = 'durable' GROUP BY position HAVING COUNT(*) > 1").fetchall()
+    assert [version.split("-")[1] for version in versions] == ["1", "2", "3", "4"]
+    first, second, third, fourth = (version.split("-")[0] for version in versions)
+    assert first != second != third == fourth, "each start opened a lineage of its own"
+    assert set(states) <= {"durable", "dropped"} and not twice
+
+
+def test_a_learner_that_dies_within_a_weight_update_goes_on_with_a_fresh_engine(config: Path, tmp_path: Path) -> None:
+    with running(str(config), "--set", "run.steps=2", log=tmp_path / "output.log") as run:
+        run.until("step 1/2")
+        url = re.search(r"engine ready: (\S+)", run.said)
+        assert url is not None
+        deadline = time.monotonic() + 300
+        while not httpx.get(f"{url[1]}/is_paused", timeout=30).json()["is_paused"]:
+            assert time.monotonic() < deadline
+        run.kill(LEARNER)
+        run.until("going on from step 0")
+        run.ends()
+    check_whole(tmp_path / "killed", 2)

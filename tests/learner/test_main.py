@@ -109,13 +109,12 @@ async def test_run_save_and_resume(
     assert done["proof"]["ok"] and done["proof"]["tokens"] >= 100 and done["seconds"]["stopped"] > 0
     for step in (1, 2):
         await link.send_batch(step, rows_at(step - 1, seed=step), 10)
-        if step == 2:
-            assert (await expect(link, "checkpoint"))["version"] == "k-2"
         await allow_sync(link, f"k-{step}")
         result = await expect(link, "result")
         assert (result["step"], result["version"]) == (step, f"k-{step}") == (step, fake.weight_version)
         assert set(result["rows"].values()) == {"trained"} and len(result["rows"]) == 6
         assert result["metrics"]["seconds/sync"] > 0 and result["metrics"]["probe/mean"] < 1e-4
+    assert (await expect(link, "checkpoint"))["version"] == "k-2"  # after the result: control has written down what it covers
     await link.send("stop", save=True)
     await expect(link, "bye")
     assert await process.exit_code() == 0
@@ -159,9 +158,9 @@ async def test_g13_a_diverged_step_is_neither_saved_nor_synced(
     assert (result["step"], result["version"]) == (1, "k-0") and set(result["rows"].values()) == {"rejected"}
     assert fake.weight_version == "k-0" and checkpoint.find(tmp_path / "run" / "checkpoints").newest is None
     await link.send_batch(2, rows_at(0), 10)  # and it goes on
-    await expect(link, "checkpoint")
     await allow_sync(link, "k-2")
     assert (await expect(link, "result"))["version"] == "k-2"
+    assert (await expect(link, "checkpoint"))["step"] == 2
     await link.send("stop")
     await expect(link, "bye")
     assert await process.exit_code() == 0

@@ -89,6 +89,8 @@ class FakeFactory:
     open: int = 0
     most_open: int = 0
     episodes: list[str] = field(default_factory=list)
+    seeds: dict[str, int] = field(default_factory=dict)
+    """Of each episode."""
 
     def prompt_rows(self) -> list[dict[str, Any]]:
         return [{"prompt": f"task {n}", "task_name": f"t{n}"} for n in range(3)]
@@ -104,4 +106,5 @@ class FakeFactory:
         self.open += 1
         self.most_open = max(self.most_open, self.open)
         self.episodes.append(episode_id)
+        self.seeds[episode_id] = seed
         return FakeSession(lambda: self.play(task, episode_id), self)

@@ -27,7 +27,7 @@ def test_every_rollout_ends_in_one_state_and_causes_are_counted(journal):
     journal.end_rollout("g-0", RolloutState.SCORED, reward=1.0, turns=2)
     journal.end_rollout("g-1", RolloutState.FAILED, cause=Cause.SANDBOX_START, message="no mount")
     journal.end_rollout("g-2", RolloutState.FAILED, cause=Cause.CANCELLED)
-    journal.drop_running("run_ended")
+    journal.drop_running()
     counts = journal.counts()
     assert counts["rollouts"] == {"scored": 1, "failed": 2}
     assert counts["causes"] == {"sandbox_start": 1, "cancelled": 1}

@@ -13,6 +13,7 @@ from harness_rl.config import RunConfig
 from harness_rl.errors import InvariantError
 from harness_rl.metrics import RunState
 from harness_rl.orchestrator.batches import Batch, Group
+from harness_rl.orchestrator.evaluate import evaluate
 from harness_rl.orchestrator.journal import Journal
 from harness_rl.orchestrator.learner_process import SyncReport
 from harness_rl.orchestrator.rollout import Rollout, RolloutRunner
@@ -57,6 +58,7 @@ async def test_the_first_update_waits_until_the_starting_weights_are_evaluated(t
     config = RunConfig.model_validate({"eval": {"at_start": True, "samples": 2}})
     services = SimpleNamespace(hold=hold)
     run = TrainingRun(config, services, factory, [], factory.prompt_rows(), None, RunState("t", 1), journal, tmp_path)
+    run.lineage = "a"
     run.generation = SimpleNamespace(slots=asyncio.Semaphore(1))
     async with asyncio.timeout(5), asyncio.TaskGroup() as tasks:
         tasks.create_task(run._evaluate_start(RolloutRunner(factory, journal, None, 0)))
@@ -69,6 +71,19 @@ async def test_the_first_update_waits_until_the_starting_weights_are_evaluated(t
         await update
     assert [(evaluation.label, evaluation.reward) for evaluation in run.evaluations] == [("start", 1.0)]
     assert len(factory.episodes) == 2 * len(factory.prompt_rows())
+
+
+async def test_two_evaluations_draw_the_same_random_numbers(tmp_path):
+    async def play(task, episode):
+        return outcome(1.0)
+
+    factory = FakeFactory(play)
+    runner = RolloutRunner(factory, Journal(tmp_path / "journal.sqlite"), None, 0)
+    for label in ("start", "end"):
+        rows, slots = factory.prompt_rows(), asyncio.Semaphore(2)
+        await evaluate(runner, rows, label=label, samples=2, temperature=1.0, slots=slots, seed=3, state=RunState("t", 1))
+    seeds = {label: [seed for episode, seed in sorted(factory.seeds.items()) if episode.startswith(label)] for label in ("start", "end")}
+    assert seeds["start"] == seeds["end"] and len(set(seeds["start"])) == 6
 
 
 def test_step_metrics_count_every_scored_rollout_and_every_call_once():

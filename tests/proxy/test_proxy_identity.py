@@ -235,6 +235,15 @@ async def test_seeds_are_fresh_63_bit_and_recorded(served: Served, engine: FakeE
     assert [sent["sampling_params"]["seed"] for sent in engine.bodies("/generate")] == seeds
 
 
+async def test_a_seeded_session_can_be_sampled_again(served: Served, engine: FakeEngine) -> None:
+    for seed in (5, 5, 6):
+        agent, _ = await served.agent(sampling={"seed": seed})
+        for _ in range(3):
+            await agent.post(body(seed=7))
+    sent = [request["sampling_params"]["seed"] for request in engine.bodies("/generate")]
+    assert sent[0:3] == sent[3:6] and len(set(sent)) == 6
+
+
 async def test_c70_session_policy_overrides_the_agent_and_both_are_recorded(served: Served, engine: FakeEngine) -> None:
     agent, created = await served.agent(sampling={"temperature": 0.8})
     asked = {"temperature": 0.1, "top_p": 0.9, "top_k": 5, "presence_penalty": 1.0, "logit_bias": {"1": -100}, "foo_extra": 1}

@@ -1,0 +1,49 @@
+"""What a training run tells its learner: the run's config in the learner's words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from harness_rl.config import RunConfig
+from harness_rl.learner.spec import LearnerSpec
+from harness_rl.orchestrator.services import Services
+
+
+def learner_spec(config: RunConfig, services: Services, model: Path, lineage: str, *, resume: bool) -> LearnerSpec:
+    learner, sync, checkpoint = config.learner, config.sync, config.checkpoint
+    return LearnerSpec(
+        model=str(model),
+        run_dir=str(config.run_dir),
+        lineage=lineage,
+        engines=[services.engine_url],
+        served_model=services.model,
+        seed=config.run.seed,
+        learning_rate=learner.learning_rate,
+        warmup_steps=learner.warmup_steps,
+        adam_beta1=learner.adam_beta1,
+        adam_beta2=learner.adam_beta2,
+        adam_epsilon=learner.adam_epsilon,
+        weight_decay=learner.weight_decay,
+        max_grad_norm=learner.max_grad_norm,
+        epsilon_low=learner.epsilon_low,
+        epsilon_high=learner.epsilon_high,
+        truncation=learner.truncation,
+        ratio=learner.ratio,
+        loss_normalisation=learner.loss_normalisation,
+        minibatches=learner.minibatches,
+        micro_batch_tokens=learner.micro_batch_tokens,
+        gradient_checkpointing=learner.gradient_checkpointing,
+        audit=learner.audit,
+        max_rejected_rows=learner.max_rejected_rows,
+        device=learner.device,
+        dtype=learner.dtype,
+        threads=services.learner_threads,
+        sync_backend=sync.backend,
+        sync_timeout_s=sync.timeout_s,
+        link_timeout_s=learner.step_timeout_s,  # a sync may have to wait for an evaluation
+        probe_tokens=sync.probe_tokens,
+        probe_bound=sync.probe_bound,
+        checkpoint_every=checkpoint.every,
+        keep_checkpoints=checkpoint.keep,
+        resume=resume,
+    )

@@ -1,0 +1,105 @@
+"""A small real run as a child process, and its parts by pid, so that they can be killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = """
+[run]
+dir = "{dir}"
+name = "killed"
+steps = {steps}
+[engine]
+max_model_len = 1024
+max_num_seqs = 8
+[harness]
+config = "{root}/examples/configs/quickstart_agent.yaml"
+[tasks]
+train = "{dir}/tasks/train"
+[reward]
+function = "tests/e2e/rewards.py:sampled_tokens"
+[rollout]
+num_generations = 2
+groups_per_step = 2
+max_concurrent_rollouts = 4
+max_staleness = 1
+max_calls = 2
+max_output_tokens_per_call = 24
+"""
+
+
+def descendants(pid: int) -> list[int]:
+    """Of a process, itself left out, nearest first."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            after_name = stat.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        children.setdefault(int(after_name[1]), []).append(int(stat.parent.name))
+    found = list(children.get(pid, []))
+    for child in found:  # grows while it is read
+        found += children.get(child, [])
+    return found
+
+
+def find(owner: int, words: bytes) -> int:
+    """The descendant whose command line holds `words`."""
+    for pid in descendants(owner):
+        try:
+            if words in Path(f"/proc/{pid}/cmdline").read_bytes():
+                return pid
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    raise LookupError(f"no descendant of {owner} runs {words!r}")
+
+
+@dataclass
+class Run:
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    @property
+    def said(self) -> str:
+        return self.log.read_text()
+
+    def until(self, words: str, seconds: float = 400) -> None:
+        """Returns once the run has said `words`."""
+        deadline = time.monotonic() + seconds
+        while words not in self.said:
+            assert self.process.poll() is None and time.monotonic() < deadline, self.said[-3000:]
+            time.sleep(0.2)
+
+    def kill(self, words: bytes) -> None:
+        """SIGKILL to the part whose command line holds `words`."""
+        os.kill(find(self.process.pid, words), signal.SIGKILL)
+
+    def ends(self, seconds: float = 600) -> None:
+        assert self.process.wait(seconds) == 0, self.said[-3000:]
+
+
+@contextmanager
+def running(*arguments: str, log: Path) -> Iterator[Run]:
+    """`harness-rl train`, with its output in `log`; killed at the end if it still runs."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "harness_rl.cli", "train", *arguments],
+            cwd=ROOT,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+        )
+        try:
+            yield Run(process, log)
+        finally:
+            process.kill()
+            process.wait()
