@@ -299,8 +299,10 @@ class ControlLink:
         while True:
             if self.stopping is not None and "stop" in types:
                 return self.stopping
-            if "batch" in types and self._pending:
-                return self._pending.popleft()
+            for message in self._pending:
+                if message.type in types:
+                    self._pending.remove(message)
+                    return message
             message = self._receive(deadline, f"control: {' or '.join(sorted(types))} did not come in {timeout:.0f} s")
             if message.type == "stop":
                 self.stopping = message

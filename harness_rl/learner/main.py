@@ -25,7 +25,7 @@ from harness_rl.learner.policy import DTYPES, Policy
 from harness_rl.learner.rows import Row, RowState, rows_from_wire
 from harness_rl.learner.spec import LearnerSpec
 from harness_rl.learner.step import StepReport, Trainer
-from harness_rl.sync.base import EngineClient, SyncReport, WeightSender, WeightSync
+from harness_rl.sync.base import EngineClient, SyncFailed, SyncReport, WeightSender, WeightSync
 from harness_rl.sync.gloo import GlooSender
 from harness_rl.sync.nccl import NcclSender
 from harness_rl.sync.verify import LogprobProbe
@@ -122,14 +122,25 @@ class Learner:
             self._save()  # after the result, so that control has written down every step that a checkpoint covers
 
     def _push_weights(self, rows: Sequence[NDArray[np.int32]]) -> dict[str, float]:
-        """Hold, sync, prove, release. Returns the sync's metrics; empty without engines, or when control asks to stop instead."""
+        """Hold, sync, prove, release. Returns the sync's metrics; empty without engines, or when control asks to stop instead.
+
+        A sync that fails is tried again when control says so: an engine that died in it is started again by control.
+        """
         if self.sync is None:
             return {}
         began = time.perf_counter()
         self.link.send("sync_begin", version=self.version)
         if self.link.wait_for({"sync_go", "stop"}, self.spec.link_timeout_s).type == "stop":
             return {}
-        report = self.sync.sync(self.version, self._probe_prompts(rows))
+        prompts = self._probe_prompts(rows)
+        while True:
+            try:
+                report = self.sync.sync(self.version, prompts)
+                break
+            except SyncFailed as error:
+                self.link.send("sync_failed", version=self.version, message=str(error))
+                if self.link.wait_for({"resync", "stop"}, self.spec.link_timeout_s).type == "stop":
+                    return {}
         proof = report.proof
         if proof.alarm:
             print(f"learner: {self.version}: logprob gap {proof.mean_abs:.3g} nears its bound {proof.bound:.3g}", file=sys.stderr)

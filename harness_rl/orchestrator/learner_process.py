@@ -45,6 +45,8 @@ class SyncHooks:
     """New agent calls wait from here on; gets the version to come."""
     release: Callable[[SyncReport], Awaitable[None]]
     """The weights are proven; the calls go on."""
+    failed: Callable[[str], Awaitable[None]]
+    """The update could not be made, with the reason: returns if it will be asked for again (`resync`), else raises."""
 
 
 @dataclass
@@ -108,6 +110,9 @@ class LearnerProcess:
                 self.last_sync = report
                 await self.hooks.release(report)
                 await self.link.send("sync_ack")
+            case "sync_failed":
+                await self.hooks.failed(f"weights {message['version']} could not be pushed: {message['message']}")
+                return False
             case "failed":
                 name = str(message["error"])
                 text = f"the learner stopped: {name}: {message['message']} (log: {self.child.log_path})"

@@ -113,7 +113,7 @@ class TrainingRun:
             learner_spec(config, self.services, self.model_path, self.lineage, resume=self.resume),
             python=self.services.torch_python(config.learner.python),
             env=self.services.learner_env,
-            hooks=SyncHooks(self._hold, self._release),
+            hooks=SyncHooks(self._hold, self._release, self.services.excuse_failed_sync),
             run_dir=config.run_dir,
             timeout=config.learner.start_timeout_s,
         )

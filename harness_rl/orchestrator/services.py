@@ -20,7 +20,7 @@ from capture_proxy.client import ProxyError
 from harness_rl.config import RunConfig
 from harness_rl.engines.environment import torch_python
 from harness_rl.engines.vllm import Engine, connect, launch
-from harness_rl.errors import HarnessRLError, first_error
+from harness_rl.errors import EngineError, HarnessRLError, first_error
 from harness_rl.metrics import RunState
 from harness_rl.orchestrator.proxy_process import ProxyProcess, start_proxy
 from harness_rl.processes import Child
@@ -32,6 +32,8 @@ from harness_rl.threads import learner_env, thread_plan
 log = logging.getLogger(__name__)
 
 SERVED_MODEL = "policy"
+ENGINE_DEATH_S = 20.0
+"""A server that lost its worker answers with errors for some seconds before it ends."""
 
 
 @dataclass
@@ -104,6 +106,15 @@ class Services:
         await self.engine.stop()
         await self.engine.restart()
         self.state.engine = "ready"
+
+    async def excuse_failed_sync(self, reason: str) -> None:
+        """Returns when the engine died of or before it: it is started again and then asks for its weights. Raises EngineError otherwise."""
+        if self.state.engine == "restarting":
+            return
+        try:
+            await asyncio.wait_for(self.engine.died(), ENGINE_DEATH_S)
+        except TimeoutError:
+            raise EngineError(f"{reason}; the engine is alive, so trying again would not help") from None
 
     async def _tell_proxy(self, call: Callable[[], Awaitable[Any]]) -> None:
         """A proxy that dies meanwhile is told once it is back."""

@@ -155,7 +155,7 @@ async def warm_up(
         spec,
         python=services.torch_python(config.learner.python),
         env=services.learner_env,
-        hooks=SyncHooks(hold, release),
+        hooks=SyncHooks(hold, release, services.excuse_failed_sync),
         run_dir=work,
         timeout=config.learner.start_timeout_s,
     )

@@ -154,10 +154,11 @@ class WeightSync:
         """What the engines were last brought to; None before the first sync."""
 
     def sync(self, version: str, prompts: list[NDArray[np.int32]]) -> SyncReport:
-        """Raises SyncFailed or WeightProofFailed; then no engine samples on."""
+        """Raises SyncFailed or WeightProofFailed; then no engine samples on, and the next sync connects anew."""
+        connected, self._version = self._version, None
         clock: dict[str, float] = {}
         self._everywhere("health", lambda engine: engine.wait_healthy())
-        if self._version is None or set(self._everywhere("version", lambda engine: engine.version())) != {self._version}:
+        if connected is None or set(self._everywhere("version", lambda engine: engine.version())) != {connected}:
             # First use, or an engine was started anew: what it was connected with died with it.
             self._sender.close()
             self._sender.connect(self._engines)
@@ -173,9 +174,9 @@ class WeightSync:
             self._everywhere("reset_prefix_cache", lambda engine: engine.reset_prefix_cache())
             self._everywhere("resume", lambda engine: engine.resume())
         clock["stopped"] = time.perf_counter() - stop_began
-        self._version = version
         with _timed(clock, "probe"):
             proof = self.prove(version, prompts)
+        self._version = version
         return SyncReport(version, proof, clock)
 
     def prove(self, version: str, prompts: list[NDArray[np.int32]]) -> Proof:

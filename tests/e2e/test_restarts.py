@@ -85,7 +85,8 @@ def test_a_killed_learner_and_a_killed_control_process_go_on_from_the_newest_che
     assert set(states) <= {"durable", "dropped"} and not twice
 
 
-def test_a_learner_that_dies_within_a_weight_update_goes_on_with_a_fresh_engine(config: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("part", "said"), [(LEARNER, "going on from step 0"), (b"VLLM::Worker", "the engine died")])
+def test_what_dies_within_a_weight_update_is_started_again(config: Path, tmp_path: Path, part: bytes, said: str) -> None:
     with running(str(config), "--set", "run.steps=2", log=tmp_path / "output.log") as run:
         run.until("step 1/2")
         url = re.search(r"engine ready: (\S+)", run.said)
@@ -93,7 +94,8 @@ def test_a_learner_that_dies_within_a_weight_update_goes_on_with_a_fresh_engine(
         deadline = time.monotonic() + 300
         while not httpx.get(f"{url[1]}/is_paused", timeout=30).json()["is_paused"]:
             assert time.monotonic() < deadline
-        run.kill(LEARNER)
-        run.until("going on from step 0")
+        run.kill(part)
+        run.until(said)
         run.ends()
     check_whole(tmp_path / "killed", 2)
+    assert re.search(r"weights \w+-2 proven", run.said)

@@ -144,6 +144,32 @@ async def test_e05_a_failed_proof_stops_the_run_with_the_cause(
     assert await process.exit_code() == 1 and fake.paused
 
 
+async def test_an_update_that_failed_is_made_when_control_asks_again(
+    model_folder: Path, tmp_path: Path, link: LearnerLink, engine: tuple[FakeEngine, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake, url = engine
+    process = Process(spec_of(model_folder, tmp_path / "run", url), link, monkeypatch)
+    await expect(link, "hello")
+    await allow_sync(link, "k-0")
+    await link.send_batch(1, rows_at(0), 10)
+    await expect(link, "sync_begin")
+    fake.faults = {"refuse_update"}
+    await link.send("sync_go")
+    failed = await expect(link, "sync_failed")
+    assert failed["version"] == "k-1" and "HTTP 500" in failed["message"] and fake.paused
+    await link.send_batch(2, rows_at(0, seed=1), 10)  # a batch that comes meanwhile waits
+    fake.faults, fake.weight_version = set(), "default"  # as an engine that was started again
+    await link.send("resync")
+    assert (await expect(link, "sync_done"))["version"] == "k-1"
+    await link.send("sync_ack")
+    assert (await expect(link, "result"))["step"] == 1
+    await allow_sync(link, "k-2")
+    assert (await expect(link, "result"))["step"] == 2
+    await link.send("stop")
+    await expect(link, "bye")
+    assert await process.exit_code() == 0
+
+
 async def test_g13_a_diverged_step_is_neither_saved_nor_synced(
     model_folder: Path, tmp_path: Path, link: LearnerLink, engine: tuple[FakeEngine, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

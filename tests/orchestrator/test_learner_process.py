@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from harness_rl.errors import InvariantError, LearnerError
+from harness_rl.errors import EngineError, InvariantError, LearnerError
 from harness_rl.learner.link import Message
 from harness_rl.orchestrator.learner_process import LearnerProcess, SyncHooks
 
@@ -50,7 +50,12 @@ async def learner(tmp_path):
     async def release(report) -> None:
         done.append(f"release {report.version}")
 
-    process = LearnerProcess(FakeChild(), FakeLink(), SyncHooks(hold, release), tmp_path / "link")
+    async def failed(reason: str) -> None:
+        done.append(reason)
+        if "out of memory" in reason:
+            raise EngineError(reason)
+
+    process = LearnerProcess(FakeChild(), FakeLink(), SyncHooks(hold, release, failed), tmp_path / "link")
     process.serve()
     yield SimpleNamespace(process=process, link=process.link, done=done)
     await process.close()
@@ -68,6 +73,18 @@ async def test_a_weight_update_is_served_while_nobody_asks_for_a_message(learner
     assert learner.done == ["hold a-1", "release a-1"]
     assert learner.link.sent == ["sync_go", "sync_ack"]
     assert (await learner.process.next(1)).type == "sync_done"
+
+
+async def test_an_update_that_failed_is_asked_for_again_or_ends_the_run(learner):
+    begin, end = sync("a-1")
+    learner.link.coming.put_nowait(begin)
+    learner.link.coming.put_nowait(Message("sync_failed", {"version": "a-1", "message": "connection refused"}))
+    learner.link.coming.put_nowait(end)
+    assert (await learner.process.next(1)).type == "sync_done"
+    assert learner.done == ["hold a-1", "weights a-1 could not be pushed: connection refused", "release a-1"]
+    learner.link.coming.put_nowait(Message("sync_failed", {"version": "a-2", "message": "out of memory"}))
+    with pytest.raises(EngineError, match="a-2 could not be pushed: out of memory"):
+        await learner.process.next(1)
 
 
 async def test_messages_come_in_order_and_the_failure_after_them_is_told_every_time(learner):

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from harness_rl.config import RunConfig
-from harness_rl.errors import HarnessRLError
+from harness_rl.errors import EngineError, HarnessRLError
 from harness_rl.metrics import RunState
 from harness_rl.orchestrator.proxy_process import start_proxy
 from harness_rl.orchestrator.services import Services
@@ -144,3 +144,15 @@ async def test_the_bodys_own_failure_passes_through_and_ends_the_watch(tmp_path)
         kill(services)
         await asyncio.sleep(0.3)
         assert services.proxy.restarts == 0
+
+
+async def test_a_failed_update_is_excused_by_an_engine_that_died_and_by_nothing_else(tmp_path, monkeypatch):
+    monkeypatch.setattr("harness_rl.orchestrator.services.ENGINE_DEATH_S", 0.05)
+    services = Services(RunConfig(), FakeEngine(), SimpleNamespace(), RunState("test", 1))
+    with pytest.raises(EngineError, match="HTTP 500; the engine is alive"):
+        await services.excuse_failed_sync("HTTP 500")
+    services.engine.killed.set()
+    await services.excuse_failed_sync("HTTP 500")
+    services.engine.killed.clear()
+    services.state.engine = "restarting"
+    await services.excuse_failed_sync("HTTP 500")
