@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -71,6 +72,17 @@ class RolloutEntry:
     causes: list[Cause]
     """Of the member's failed attempts, in order."""
     seconds: float
+
+
+@dataclass(frozen=True)
+class RolloutFate:
+    """One attempt, and what became of its group; an evaluation's rollouts have no group in the journal."""
+
+    rollout_id: str
+    cause: Cause | None
+    """Of a failed attempt."""
+    group_state: GroupState | None
+    group_reason: str | None
 
 
 class Journal:
@@ -188,6 +200,29 @@ class Journal:
                 causes.setdefault(member, []).append(Cause(cause))
             last[member] = RolloutEntry(rollout_id, member, attempt, reward, causes.get(member, []), seconds)
         return list(last.values())
+
+    def fates(self) -> list[RolloutFate]:
+        """Every ended attempt of the run."""
+        query = (
+            "SELECT r.rollout_id, r.cause, g.state, g.reason FROM rollouts r LEFT JOIN groups g USING (group_id) "
+            "WHERE r.state != ? ORDER BY r.rowid"
+        )
+        found = self._db.execute(query, (RolloutState.RUNNING,)).fetchall()
+        return [
+            RolloutFate(rollout_id, Cause(cause) if cause else None, GroupState(state) if state else None, reason)
+            for rollout_id, cause, state, reason in found
+        ]
+
+    def rows_by_state(self) -> Counter[str]:
+        """Rows of all steps that count."""
+        totals: Counter[str] = Counter()
+        for (rows,) in self._db.execute("SELECT rows FROM steps"):
+            totals.update(json.loads(rows))
+        return totals
+
+    def newest_checkpoint(self) -> str | None:
+        found = self._db.execute("SELECT checkpoint FROM steps WHERE checkpoint IS NOT NULL ORDER BY step DESC LIMIT 1").fetchone()
+        return found[0] if found else None
 
     def next_places(self) -> tuple[int, int]:
         """(number of the next group, next position in the task order)."""

@@ -26,6 +26,7 @@ from harness_rl.config import RunConfig, load_config, to_toml
 from harness_rl.errors import UserError, first_error
 from harness_rl.metrics import RunState, read_metrics
 from harness_rl.models import resolve_model
+from harness_rl.orchestrator.accounts import settle, write_accounts
 from harness_rl.orchestrator.evaluate import Evaluation, evaluate
 from harness_rl.orchestrator.journal import Journal
 from harness_rl.orchestrator.rewards import RewardFunction, load_reward_function
@@ -92,35 +93,61 @@ class Outcome:
 
 
 async def train(config: RunConfig, inputs: Inputs, *, resume: bool = False, console: Console | None = None) -> Outcome:
-    """To the last step; with `resume`, from the newest checkpoint of the config's run folder. Raises HarnessRLError."""
+    """To the last step; with `resume`, from the newest checkpoint of the config's run folder. Raises HarnessRLError.
+
+    However it ends, its accounts are written and shown.
+    """
     async with opened(config, console) as (state, journal):
-        model, warm = inputs.model_path, None
-        async with services(config, inputs.model_path, state) as running:
-            _bind(running, inputs)
-            if config.warmup.enabled and not (resume and any(config.run_dir.glob("checkpoints/step-*"))):
-                warm = await _warm_start(config, running, inputs, journal, state)
-                model = warm.path
-            run = TrainingRun(
-                config=config,
-                services=running,
-                factory=inputs.factory,
-                rows=inputs.rows,
-                eval_factory=inputs.eval_factory,
-                eval_rows=inputs.eval_rows,
-                reward_function=inputs.reward_function,
-                state=state,
-                journal=journal,
-                model_path=model,
-                resume=resume,
-            )
-            result = await run.run()
-        state.phase = "done"
-        lines = read_metrics(config.run_dir / "metrics.jsonl")
-        plot = write_reward_plot(config.run_dir, lines, state.evals) if lines else None
-        out = console or Console()
-        out.print(closing_table(state, lines, journal.counts()))
-        out.print(f"model {result.checkpoint}" + (f"   plot {plot}" if plot else ""))
-        return Outcome(config.run_dir, result, warm)
+        try:
+            outcome = await _train(config, inputs, resume, journal, state)
+            state.phase = "done"
+            return outcome
+        except BaseException as error:
+            state.phase = "stopped" if isinstance(error, asyncio.CancelledError) else "failed"
+            raise
+        finally:
+            _close(config, journal, state, console or Console())
+
+
+async def _train(config: RunConfig, inputs: Inputs, resume: bool, journal: Journal, state: RunState) -> Outcome:
+    model, warm = inputs.model_path, None
+    async with services(config, inputs.model_path, state) as running:
+        _bind(running, inputs)
+        if config.warmup.enabled and not (resume and any(config.run_dir.glob("checkpoints/step-*"))):
+            warm = await _warm_start(config, running, inputs, journal, state)
+            model = warm.path
+        run = TrainingRun(
+            config=config,
+            services=running,
+            factory=inputs.factory,
+            rows=inputs.rows,
+            eval_factory=inputs.eval_factory,
+            eval_rows=inputs.eval_rows,
+            reward_function=inputs.reward_function,
+            state=state,
+            journal=journal,
+            model_path=model,
+            resume=resume,
+        )
+        return Outcome(config.run_dir, await run.run(), warm)
+
+
+def _close(config: RunConfig, journal: Journal, state: RunState, out: Console) -> None:
+    """What the run leaves for its reader; nothing of one that ended before its first rollout."""
+    accounts = settle(journal, config.run_dir / "rollouts")
+    if not accounts.rollouts:
+        return
+    try:
+        write_accounts(accounts, config.run_dir)
+    except OSError as error:  # a full disk must not hide why the run ended
+        out.print(f"accounts.json could not be written: {error}")
+    metrics = config.run_dir / "metrics.jsonl"
+    lines = read_metrics(metrics) if metrics.exists() else []
+    plot = write_reward_plot(config.run_dir, lines, state.evals) if lines else None
+    out.print(closing_table(state, lines, journal.counts()["groups"], accounts))
+    saved = journal.newest_checkpoint()
+    if saved or plot:
+        out.print("   ".join([*([f"model {saved}"] if saved else []), *([f"plot {plot}"] if plot else [])]))
 
 
 async def warm_start_only(config: RunConfig, inputs: Inputs, *, console: Console | None = None) -> Outcome:

@@ -1,6 +1,6 @@
 """The table at the end of a run: what was learned, and where every rollout, row, call, token and second went.
 
-It adds up what the run has counted and computes nothing else; a family that no one counted is left out, not shown as zero.
+Counts are the run's accounts; seconds are added up from its metrics. A family that no one counted is left out, not shown as zero.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from harness_rl.metrics import Metric, RunState, mean
+from harness_rl.orchestrator.accounts import Accounts
 from harness_rl.viewer.text import UNKNOWN, by_count, clock, finite, interval, number
 
 _ENDS = 3
@@ -21,31 +22,32 @@ _ENDS = 3
 
 _PARTS_PER_LINE = 4
 
-_FAMILIES = {"rows": "rows", "calls": "model calls", "tokens": "tokens"}
 
-
-def closing_table(state: RunState, metrics_lines: Sequence[Mapping[str, Any]], journal_counts: Mapping[str, Mapping[str, int]]) -> Group:
-    """`journal_counts` is `Journal.counts()`: totals by state for `groups` and `rollouts`, and by cause for `causes`."""
+def closing_table(state: RunState, metrics_lines: Sequence[Mapping[str, Any]], groups: Mapping[str, int], accounts: Accounts) -> Group:
+    """`groups`: how many ended in which state."""
     table = Table.grid(padding=(0, 3))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
-    for label, value in closing_rows(state, metrics_lines, journal_counts):
+    for label, value in closing_rows(state, metrics_lines, groups, accounts):
         table.add_row(label, value)
     headline = Text.assemble((state.name, "bold"), f"  {state.phase} after {state.step} of {state.total_steps} steps")
     return Group(headline, Text(), table)
 
 
 def closing_rows(
-    state: RunState, metrics_lines: Sequence[Mapping[str, Any]], journal_counts: Mapping[str, Mapping[str, int]]
+    state: RunState, metrics_lines: Sequence[Mapping[str, Any]], groups: Mapping[str, int], accounts: Accounts
 ) -> list[tuple[str, str]]:
     """The table's lines as (label, plain text)."""
     rows = [("reward", _reward(metrics_lines))]
     rows.extend((f"eval {label}", interval(estimate)) for label, estimate in state.evals.items())
-    for family in ("groups", "rollouts"):
-        rows.append((family, by_count(journal_counts.get(family, {}))))
-    rows.append(("failed", by_count(journal_counts.get("causes", {}))))
-    for prefix, label in _FAMILIES.items():
-        rows.append((label, by_count(_totals(metrics_lines, prefix))))
+    rows += [("groups", by_count(groups)), ("rollouts", _with_total(accounts.rollouts)), ("failed by fault", by_count(accounts.failures))]
+    rows += [
+        ("model calls", _with_total(accounts.calls)),
+        ("sampled tokens", _with_total(accounts.tokens)),
+        ("rows", _with_total(accounts.rows)),
+    ]
+    if accounts.unrecorded:
+        rows.append(("without a record", f"{accounts.unrecorded} rollouts, whose calls and tokens are not counted above"))
     rows.append(("time", _seconds(metrics_lines)))
     return [(label, value) for label, value in rows if value]
 
@@ -59,15 +61,8 @@ def _reward(lines: Sequence[Mapping[str, Any]]) -> str:
     return f"{number(first)} → {number(last)}   (first and last {ends} of {len(rewards)} steps, all scored rollouts)"
 
 
-def _totals(lines: Sequence[Mapping[str, Any]], prefix: str) -> Counter[str]:
-    totals: Counter[str] = Counter()
-    for line in lines:
-        for key, value in line.items():
-            family, slash, name = key.partition("/")
-            count = finite(value)
-            if slash and family == prefix and count is not None:
-                totals[name] += round(count)
-    return totals
+def _with_total(counts: Counter[str]) -> str:
+    return f"{counts.total()}: {by_count(counts)}" if counts else ""
 
 
 def _seconds(lines: Sequence[Mapping[str, Any]]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sqlite3
 import time
@@ -38,6 +39,15 @@ def check_whole(folder: Path, steps: int) -> None:
     lines = read_metrics(folder / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(1, steps + 1))
     assert all(line["rows/rejected"] == 0 for line in lines)
+    accounts = json.loads((folder / "accounts.json").read_text())
+    with sqlite3.connect(folder / "journal.sqlite") as journal:
+        (rollouts,) = journal.execute("SELECT COUNT(*) FROM rollouts").fetchone()
+    records = [json.loads(path.read_text())["capture"] for path in folder.glob("rollouts/*/outcome.json")]
+    seen = [capture for capture in records if capture is not None]
+    assert sum(accounts["rollouts"].values()) == rollouts
+    assert sum(accounts["calls"].values()) == sum(capture["calls_seen"] for capture in seen)
+    assert sum(accounts["tokens"].values()) == sum(capture["tokens"]["sampled"] for capture in seen)
+    assert accounts["unrecorded"] == rollouts - len(seen)
     assert "leak audit" not in (folder / "logs" / "control.log").read_text()
 
 

@@ -151,7 +151,7 @@ def test_a_second_death_forgets_nothing(folder: Folder) -> None:
     deaths=st.integers(1, 3),
 )
 @settings(max_examples=40, deadline=None)
-def test_no_position_is_lost_or_trained_twice(states: list[str], checkpoint: int, deaths: int) -> None:
+def test_g03_no_position_is_lost_played_or_trained_twice(states: list[str], checkpoint: int, deaths: int) -> None:
     with TemporaryDirectory() as path:
         folder = Folder(Path(path))
         for position, state in enumerate(states):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from harness_rl.metrics import Metric, RunState
+from harness_rl.orchestrator.accounts import Accounts
 from harness_rl.viewer.closing import closing_rows, closing_table
 from harness_rl.viewer.plot import place_evals, write_reward_plot
 
@@ -46,29 +48,24 @@ def test_evals_stand_where_they_were_made() -> None:
 
 def test_the_closing_table_adds_up_what_was_counted() -> None:
     state = RunState("run", 4, phase="done", step=4, evals={"end": (0.9, 0.8, 0.95)})
-    counted = {
-        "rows/trained": 3,
-        "rows/stale": 1,
-        "calls/auxiliary": 2,
-        Metric.STEP_SECONDS: 30.0,
-        "perf/rollout_wait_s": 12.5,
-        Metric.TRAINED_TOK_S: 900.0,
-    }
+    counted = {Metric.STEP_SECONDS: 30.0, "perf/rollout_wait_s": 12.5, Metric.TRAINED_TOK_S: 900.0}
     lines = [line(step, reward, **counted) for step, reward in enumerate([0.1, 0.2, None, 0.3, 0.9], start=1)]
-    counts = {"groups": {"trained": 8}, "rollouts": {"scored": 62, "failed": 2}, "causes": {"engine": 2}}
-    rows = dict(closing_rows(state, lines, counts))
+    accounts = Accounts(
+        Counter(trained=62, engine=2), Counter(ours=2), Counter(trained=124, late=3), Counter(), Counter(trained=15, stale=5)
+    )
+    rows = dict(closing_rows(state, lines, {"durable": 8}, accounts))
     assert rows["reward"].startswith("0.20 → 0.47   (first and last 3 of 4 steps")
     assert rows["eval end"] == "0.90 [0.80, 0.95]"
-    assert rows["rollouts"] == "scored 62, failed 2" and rows["failed"] == "engine 2"
-    assert rows["rows"] == "trained 15, stale 5" and rows["model calls"] == "auxiliary 10"
+    assert rows["groups"] == "durable 8" and rows["rollouts"] == "64: trained 62, engine 2" and rows["failed by fault"] == "ours 2"
+    assert rows["rows"] == "20: trained 15, stale 5" and rows["model calls"] == "127: trained 124, late 3"
     assert rows["time"] == "steps 02:30, rollout wait 01:02"
-    assert "tokens" not in rows
+    assert "sampled tokens" not in rows and "without a record" not in rows
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_the_closing_table_fits_even_with_nothing_in_it(width: int) -> None:
     console = Console(width=width, file=io.StringIO(), record=True)
-    console.print(closing_table(RunState("run", 4, phase="failed"), [], {}))
+    console.print(closing_table(RunState("run", 4, phase="failed"), [], {}, Accounts()))
     text = console.export_text()
     assert "failed after 0 of 4 steps" in text and "reward" in text
     assert max(map(len, text.splitlines())) <= width

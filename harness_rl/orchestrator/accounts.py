@@ -1,0 +1,91 @@
+"""Where everything of a run went, read from its folder alone: each rollout, call, sampled token and row is counted in exactly one place.
+
+The figures survive kills and resumes, because the folder does: a run's accounts are those of all its processes.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from harness_rl.orchestrator.journal import GroupState, Journal, RolloutFate
+from harness_rl.sessions.outcome import OUTCOME_FILE
+
+log = logging.getLogger(__name__)
+
+TRAINED = "trained"
+EVALUATED = "evaluated"
+"""Of an evaluation or a warm start's check: scored, and in no group of the run."""
+WAITING = "waiting"
+"""Scored, in a group that no update used yet."""
+
+
+@dataclass
+class Accounts:
+    rollouts: Counter[str] = field(default_factory=Counter)
+    """Every attempt, by what became of it: `trained`, `evaluated`, `waiting`, the reason for which its group was dropped, or the cause
+    of its failure."""
+    failures: Counter[str] = field(default_factory=Counter)
+    """The failed attempts among them, by whose fault it was."""
+    calls: Counter[str] = field(default_factory=Counter)
+    """Every model call that a recorded session saw, by what became of it; calls that could train share their rollout's fate."""
+    tokens: Counter[str] = field(default_factory=Counter)
+    """Sampled tokens of recorded sessions, by the fate of their rollout."""
+    rows: Counter[str] = field(default_factory=Counter)
+    """Rows given to the learner in steps that count, by their state."""
+    unrecorded: int = 0
+    """Attempts without a record in rollouts/: their process was killed, or they failed before a session was open."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def settle(journal: Journal, rollouts_dir: Path) -> Accounts:
+    accounts = Accounts(rows=journal.rows_by_state())
+    for rollout in journal.fates():
+        fate = _fate(rollout)
+        accounts.rollouts[fate] += 1
+        if rollout.cause is not None:
+            accounts.failures[rollout.cause.fault] += 1
+        capture = _capture(rollouts_dir / rollout.rollout_id)
+        if capture is None:
+            accounts.unrecorded += 1
+            continue
+        for reason, count in capture["calls_by_reason"].items():
+            accounts.calls[fate if reason == TRAINED else reason] += count
+        accounts.tokens[fate] += capture["tokens"]["sampled"]
+    return accounts
+
+
+def write_accounts(accounts: Accounts, run_dir: Path) -> None:
+    (run_dir / "accounts.json").write_text(json.dumps(accounts.as_dict(), indent=1) + "\n")
+
+
+def _fate(rollout: RolloutFate) -> str:
+    if rollout.cause is not None:
+        return rollout.cause
+    match rollout.group_state:
+        case None:
+            return EVALUATED
+        case GroupState.TRAINED | GroupState.DURABLE:
+            return TRAINED
+        case GroupState.DROPPED:
+            return rollout.group_reason or GroupState.DROPPED
+        case _:
+            return WAITING
+
+
+def _capture(folder: Path) -> dict[str, Any] | None:
+    """The proxy's last word on the rollout's session."""
+    try:
+        found: dict[str, Any] | None = json.loads((folder / OUTCOME_FILE).read_text())["capture"]
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        log.warning("%s cannot be read: %r", folder / OUTCOME_FILE, error)
+        return None
+    return found
