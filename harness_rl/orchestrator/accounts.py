@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ class Accounts:
     """Attempts without a record in rollouts/: their process was killed, or they failed before a session was open."""
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return {name: dict(value) if isinstance(value, Counter) else value for name, value in vars(self).items()}
 
 
 def settle(journal: Journal, rollouts_dir: Path) -> Accounts:

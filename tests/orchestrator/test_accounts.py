@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from harness_rl.errors import Cause
-from harness_rl.orchestrator.accounts import settle
+from harness_rl.orchestrator.accounts import settle, write_accounts
 from harness_rl.orchestrator.journal import GroupState, Journal, RolloutState
 from harness_rl.sessions.outcome import OUTCOME_FILE
 
@@ -68,3 +68,5 @@ def test_g15_each_thing_is_in_one_place_and_the_places_add_up(journal, tmp_path)
     assert found.rows == {"trained": 9, "stale": 1} and found.unrecorded == 1
     totals = Counter(rollouts=found.rollouts.total(), calls=found.calls.total(), tokens=found.tokens.total())
     assert totals == seen
+    write_accounts(found, tmp_path)
+    assert json.loads((tmp_path / "accounts.json").read_text())["rows"] == {"trained": 9, "stale": 1}
