@@ -147,6 +147,12 @@ class Journal:
             (rollout_id, group_id, member, attempt, RolloutState.RUNNING, time.time()),
         )
 
+    def attempts(self, group_id: str, member: int) -> int:
+        """How many attempts of this member were begun so far."""
+        query = "SELECT COUNT(*) FROM rollouts WHERE group_id = ? AND member = ?"
+        (count,) = self._db.execute(query, (group_id, member)).fetchone()
+        return int(count)
+
     def end_rollout(
         self,
         rollout_id: str,

@@ -137,13 +137,13 @@ def _close(config: RunConfig, journal: Journal, state: RunState, out: Console) -
     accounts = settle(journal, config.run_dir / "rollouts")
     if not accounts.rollouts:
         return
+    metrics, plot = config.run_dir / "metrics.jsonl", None
+    lines = read_metrics(metrics) if metrics.exists() else []
     try:
         write_accounts(accounts, config.run_dir)
+        plot = write_reward_plot(config.run_dir, lines, state.evals) if lines else None
     except OSError as error:  # a full disk must not hide why the run ended
-        out.print(f"accounts.json could not be written: {error}")
-    metrics = config.run_dir / "metrics.jsonl"
-    lines = read_metrics(metrics) if metrics.exists() else []
-    plot = write_reward_plot(config.run_dir, lines, state.evals) if lines else None
+        out.print(f"accounts.json and reward.png could not be written: {error}")
     out.print(closing_table(state, lines, journal.counts()["groups"], accounts))
     saved = journal.newest_checkpoint()
     if saved or plot:

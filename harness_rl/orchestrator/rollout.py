@@ -67,9 +67,11 @@ class RolloutRunner:
         started = time.monotonic()
         causes: list[Cause] = []
         rollout_id = ""
+        before = self.journal.attempts(group_id, member)  # of a process that died: an evaluation or a warm start is made again
         for attempt in range(self.max_retries + 1):
-            rollout_id = f"{group_id}-{member}" + (f"r{attempt}" if attempt else "")
-            self.journal.open_rollout(rollout_id, group_id, member, attempt)
+            number = before + attempt
+            rollout_id = f"{group_id}-{member}" + (f"r{number}" if number else "")
+            self.journal.open_rollout(rollout_id, group_id, member, number)
             try:
                 outcome, reward = await self._attempt(row, seed, rollout_id, script, temperature)
             except RolloutFailure as failure:

@@ -113,3 +113,20 @@ def test_the_flat_view_and_the_file_give_the_same_config(tmp_path):
     assert load_config(file) == flat
     with pytest.raises(UserError, match="did you mean 'num_generations'"):
         AsyncGRPOConfig(num_generation=4)
+
+
+def test_resume_needs_the_folder_of_a_run_and_train_needs_one_or_a_config(tmp_path, capsys):
+    assert main(["train"]) == 2
+    assert "--resume RUN" in one_line(capsys)
+    assert main(["train", "--resume", str(tmp_path)]) == 2
+    assert f"{tmp_path} is not the folder of a run" in one_line(capsys)
+
+
+def test_a_resumed_run_has_the_config_and_the_name_of_its_folder(config, tmp_path, capsys):
+    folder = tmp_path / "elsewhere" / "moved"
+    folder.mkdir(parents=True)
+    (folder / "journal.sqlite").touch()
+    (folder / "config.toml").write_text(to_toml(load_config(config, ["rollout.num_generations=5"])))
+    assert main(["train", "--resume", str(folder), "--set", "run.steps=40", "--dry-run"]) == 0
+    found = RunConfig.model_validate(tomllib.loads(capsys.readouterr().out))
+    assert (found.run_dir, found.rollout.num_generations, found.run.steps) == (folder, 5, 40)

@@ -86,6 +86,20 @@ async def test_two_evaluations_draw_the_same_random_numbers(tmp_path):
     assert seeds["start"] == seeds["end"] and len(set(seeds["start"])) == 6
 
 
+async def test_an_evaluation_that_a_death_cut_short_is_made_again_under_ids_of_its_own(tmp_path):
+    async def play(task, episode):
+        return outcome(1.0)
+
+    factory, journal = FakeFactory(play), Journal(tmp_path / "journal.sqlite")
+    journal.open_rollout("start-000-0", "start-000", 0, 0)
+    journal.take_back(0)
+    runner, slots = RolloutRunner(factory, journal, None, 0), asyncio.Semaphore(2)
+    found = await evaluate(
+        runner, factory.prompt_rows()[:1], label="start", samples=2, temperature=1.0, slots=slots, seed=3, state=RunState("t", 1)
+    )
+    assert (found.reward, sorted(factory.episodes)) == (1.0, ["start-000-0r1", "start-000-1"])
+
+
 def test_step_metrics_count_every_scored_rollout_and_every_call_once():
     def group(name, rewards):
         return Group(name, "t", [Rollout(f"{name}-{n}", name, n, 1, r, outcome(r), [], 1.0) for n, r in enumerate(rewards)])
