@@ -119,6 +119,8 @@ class RolloutSection(Section):
     max_group_replacements: float = Field(1.0, ge=0)
     """Zero-variance groups are replaced up to this multiple of `groups_per_step`; then the step is short."""
     normalise_advantage: Literal["std", "none"] = "std"
+    balance_groups: bool = False
+    """Train as many rollouts above their group's mean as below it, the best and the worst; the others get advantage 0."""
     shuffle_advantages: bool = False
     """A control: advantages are shuffled inside each group, so that nothing can be learned."""
     shuffle_tasks: bool = True

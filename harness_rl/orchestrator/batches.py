@@ -1,18 +1,17 @@
 """From finished groups to the batch of a step.
 
 A rollout counts once: its advantage is computed from the group's scored rollouts and stamped on each of its rows, however many they are.
-Groups whose rewards
-are all equal carry no signal; they are counted and replaced, up to a bound, and then the step is short.
+Groups whose rewards are all equal carry no signal; they are counted and replaced, up to a bound, and then the step is short.
 """
 
 from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal
 
-from harness_rl.learner.advantages import group_advantages, has_signal
+from harness_rl.learner.advantages import balanced_group_advantages, group_advantages, has_signal
 from harness_rl.learner.rows import Row, build_rows
 from harness_rl.orchestrator.rollout import Rollout
 
@@ -61,6 +60,8 @@ class Assembler:
     groups_per_step: int
     max_replacements: float
     scale: Literal["std", "none"]
+    _: KW_ONLY
+    balance: bool = False
     shuffle: bool = False
     seed: int = 0
     batches_closed: int = 0
@@ -116,7 +117,8 @@ class Assembler:
         return Batch(self.batches_closed, groups, rows, considered, short=not full)
 
     def _rows(self, group: Group) -> list[Row]:
-        advantages = group_advantages([rollout.reward for rollout in group.rollouts], scale=self.scale)
+        estimate = balanced_group_advantages if self.balance else group_advantages
+        advantages = estimate([rollout.reward for rollout in group.rollouts], self.scale)
         if self.shuffle:
             advantages = shuffled(advantages, f"{self.seed}/{group.group_id}")
         rows = []
@@ -130,11 +132,11 @@ class Assembler:
 
 
 def shuffled(advantages: list[float | None], seed: str) -> list[float | None]:
-    """The same advantages on other rollouts of the group; rollouts without one keep None."""
-    places = [index for index, value in enumerate(advantages) if value is not None]
+    """The same advantages on other rollouts of those that have one; None and 0 stay, so that the same rollouts are trained."""
+    places = [index for index, value in enumerate(advantages) if value]
     values = [advantages[index] for index in places]
     random.Random(seed).shuffle(values)
-    result: list[float | None] = list(advantages)
+    result = list(advantages)
     for place, value in zip(places, values, strict=True):
         result[place] = value
     return result

@@ -105,8 +105,9 @@ class TrainingRun:
             config.rollout.groups_per_step,
             config.rollout.max_group_replacements,
             config.rollout.normalise_advantage,
-            config.rollout.shuffle_advantages,
-            config.run.seed,
+            balance=config.rollout.balance_groups,
+            shuffle=config.rollout.shuffle_advantages,
+            seed=config.run.seed,
         )
         self.state.learner = "starting"
         learner = await start_learner(

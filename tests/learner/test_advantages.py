@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from harness_rl.learner.advantages import group_advantages, has_signal
+from harness_rl.learner.advantages import balanced_group_advantages, group_advantages, has_signal
 
 
 def test_hand_computed() -> None:
@@ -39,3 +42,34 @@ def test_d11_shaping_noise_stays_small_without_std() -> None:
 def test_a_reward_that_is_not_a_finite_number_is_refused(bad: object) -> None:
     with pytest.raises(ValueError, match="not a finite number"):
         group_advantages([1.0, bad])  # type: ignore[list-item]
+
+
+def test_balanced_keeps_the_best_and_the_worst_and_every_scored_rollout_stays_accounted_for() -> None:
+    assert balanced_group_advantages([0.0, 1.0, 0.0, 0.0]) == [-1.0, 1.0, 0.0, 0.0]
+    assert balanced_group_advantages([1.0, 0.0, 1.0, None, 1.0]) == [1.0, -1.0, 0.0, None, 0.0]
+    # PODS: of graded rewards the extremes; the mean of [0, 0.1, 0.2, 1] is 0.325, so one rollout is above it
+    assert balanced_group_advantages([0.1, 1.0, 0.0, 0.2], "none") == [0.0, 0.5, -0.5, 0.0]
+    assert balanced_group_advantages([1.0, 1.0, None]) == [0.0, 0.0, None]
+
+
+@given(st.lists(st.sampled_from([None, 0.0, 1.0]), max_size=12))
+def test_balanced_two_valued_rewards_push_up_and_down_alike(rewards: list[float | None]) -> None:
+    values = balanced_group_advantages(rewards)
+    size = min(rewards.count(0.0), rewards.count(1.0))
+    assert [value is None for value in values] == [reward is None for reward in rewards]
+    assert (values.count(1.0), values.count(-1.0)) == (size, size)
+    assert all(value in (None, 0.0, 1.0, -1.0) for value in values)
+    assert all(value * (reward - 0.5) >= 0 for value, reward in zip(values, rewards, strict=True) if value and reward is not None)
+
+
+@given(st.lists(st.none() | st.floats(-5, 5), max_size=12), st.sampled_from(["std", "none"]))
+def test_balanced_graded_rewards_sum_to_zero_and_leave_no_more_extreme_rollout_out(
+    rewards: list[float | None], scale: Literal["std", "none"]
+) -> None:
+    values = balanced_group_advantages(rewards, scale)
+    assert [value is None for value in values] == [reward is None for reward in rewards]
+    assert math.fsum(value for value in values if value is not None) == pytest.approx(0.0, abs=1e-9)
+    scored = [(reward, value) for reward, value in zip(rewards, values, strict=True) if reward is not None]
+    kept = [reward for reward, value in scored if value]
+    assert bool(kept) == has_signal(rewards)
+    assert all(min(kept) - 1e-9 <= reward <= max(kept) + 1e-9 for reward, _ in scored if kept)

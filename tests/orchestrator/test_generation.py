@@ -159,13 +159,27 @@ async def test_g11_cancellation_at_any_point_leaves_no_session_and_no_running_ro
         assert "running" not in generation.journal.counts()["rollouts"]
 
 
-def test_shuffled_advantages_are_the_same_numbers_and_none_stays():
-    advantages = [1.0, None, -1.0, 0.5]
+def test_shuffled_advantages_are_the_same_numbers_and_who_has_none_stays_without():
+    advantages = [1.0, None, -1.0, 0.0, 0.5]
     for seed in range(20):
         mixed = shuffled(advantages, str(seed))
-        assert mixed[1] is None
-        assert sorted(value for value in mixed if value is not None) == [-1.0, 0.5, 1.0]
+        assert (mixed[1], mixed[3]) == (None, 0.0)
+        assert sorted(value for value in mixed if value) == [-1.0, 0.5, 1.0]
     assert any(shuffled(advantages, str(seed)) != advantages for seed in range(20))
+
+
+@pytest.mark.parametrize(("shuffle", "expected"), [(False, {1: 1.0, 3: -1.0}), (True, None)])
+def test_a_balanced_group_gives_the_learner_every_row_and_trains_as_many_up_as_down(shuffle, expected):
+    assembler = Assembler(1, 0.0, "std", balance=True, shuffle=shuffle)
+    group = Group("g", "t", [Rollout(f"g-{n}", "g", n, 1, r, outcome(r), [], 0.0) for n, r in enumerate([None, 1.0, 1.0, 0.0, 1.0])])
+    assembler.add(group)
+    batch = assembler.close()
+    assert batch is not None
+    assert len(batch.rows) == assembler.row_counts["rows"] == 4  # the unscored rollout has none
+    advantages = {int(row.rollout_id[-1]): row.advantage for row in batch.rows}
+    assert sorted(advantages.values()) == [-1.0, 0.0, 0.0, 1.0]
+    if expected is not None:
+        assert {member: value for member, value in advantages.items() if value} == expected
 
 
 @pytest.mark.parametrize(
