@@ -17,6 +17,7 @@ import secrets
 import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,8 @@ class TrainingRun:
     """The learner has its first batch."""
     _may_update: asyncio.Event = field(default_factory=asyncio.Event)
     """The starting weights are evaluated: the engine may get others."""
+    _update_waits: bool = False
+    """The learner is at its first update and waits for `_may_update`."""
     _leased: dict[int, Batch] = field(default_factory=dict)
     _line: dict[str, int] = field(default_factory=dict)
     """Earlier lineages that the present weights come from, with their last proven steps."""
@@ -93,8 +96,8 @@ class TrainingRun:
                     raise LearnerError(f"{gone}; it was started {restarts + 1} times (learner.max_restarts)") from gone
                 restarts += 1
                 self.state.say(f"{gone}; starting it again from its newest checkpoint")
-                if self.state.holding:  # it died within a weight update: nobody knows what the engine holds
-                    await self.services.renew_engine()
+                if self.state.holding and not isinstance(gone, _EngineIsNew):
+                    await self.services.renew_engine()  # it died within a weight update: nobody knows what the engine holds
                 self.resume, self.lineage = True, secrets.token_hex(2)
 
     async def _attempt(self) -> RunResult:
@@ -131,7 +134,7 @@ class TrainingRun:
             self.generation = Generation(
                 config, runner, self.journal, order, assembler, self.state, version=restored.step, first_group=restored.next_group
             )
-            async with self.services.watched(learner.resync):
+            async with self.services.watched(partial(self._renew_weights, learner)):
                 await self._first_sync(learner)
                 ended = await self._train(learner, runner)
                 self.journal.drop_running()
@@ -155,7 +158,7 @@ class TrainingRun:
         self.state.step, self._started_at, self._line = step, step, restored.line
         self.evaluations = [Evaluation(**entry) for entry in self.journal.meta("evaluations") or []]
         self._leased.clear()
-        self._fed, self._may_update = asyncio.Event(), asyncio.Event()
+        self._fed, self._may_update, self._update_waits = asyncio.Event(), asyncio.Event(), False
         if self.resume:
             self.state.say(
                 f"going on from step {step}: {len(restored.groups)} groups are scored and not trained, "
@@ -170,9 +173,17 @@ class TrainingRun:
         if message.type != "sync_done":
             raise LearnerError(f"the learner sent {message.type!r} before its first weight sync")
 
+    async def _renew_weights(self, learner: LearnerProcess) -> None:
+        """The engine was started again. A learner that waits with its first update has no starting weights left to push."""
+        if self._update_waits:
+            raise _EngineIsNew("the engine died under the start evaluation, and the learner has left the weights that it evaluates")
+        await learner.resync()
+
     async def _hold(self, version: str) -> None:
         if version != f"{self.lineage}-{self._started_at}":
+            self._update_waits = True
             await self._may_update.wait()
+            self._update_waits = False
         self.state.learner = "syncing"
         await self.services.hold(f"weights {version}", self.config.proxy.hold_timeout_s)
 
@@ -307,6 +318,10 @@ class TrainingRun:
             f"every group of {limit} rounds had one reward for all its rollouts (mean {mean(rewards):.2f}): nothing can be learned; "
             "make the tasks easier, or warm the model up first (harness-rl warmup)"
         )
+
+
+class _EngineIsNew(LearnerGone):
+    """Evaluation and learner must both start over, from the weights that a new engine begins with."""
 
 
 class _Solved(Exception):

@@ -95,6 +95,23 @@ def test_a_killed_learner_and_a_killed_control_process_go_on_from_the_newest_che
     assert set(states) <= {"durable", "dropped"} and not twice
 
 
+def test_an_engine_killed_under_the_start_evaluation_with_the_first_update_waiting(config: Path, tmp_path: Path) -> None:
+    settings = ["run.steps=2", f'tasks.eval="{tmp_path}/tasks/heldout"', "eval.at_start=true", "eval.samples=6"]
+    with running(str(config), *(part for setting in settings for part in ("--set", setting)), log=tmp_path / "output.log") as run:
+        run.until("step 1/2")
+        assert "eval start: reward" not in run.said
+        run.kill(b"VLLM::Worker")
+        run.until("the engine died under the start evaluation")
+        run.until("going on from step 0")
+        run.ends()
+    assert run.said.count("eval start: reward") == 1
+    check_whole(tmp_path / "killed", 2)
+    with sqlite3.connect(tmp_path / "killed" / "journal.sqlite") as journal:
+        (found,) = journal.execute("SELECT value FROM meta WHERE key = 'evaluations'").fetchone()
+    (start,) = json.loads(found)
+    assert (start["label"], start["tasks"], start["samples"], start["unscored"]) == ("start", 6, 6, 0)
+
+
 @pytest.mark.parametrize(("part", "said"), [(LEARNER, "going on from step 0"), (b"VLLM::Worker", "the engine died")])
 def test_what_dies_within_a_weight_update_is_started_again(config: Path, tmp_path: Path, part: bytes, said: str) -> None:
     with running(str(config), "--set", "run.steps=2", log=tmp_path / "output.log") as run:

@@ -73,6 +73,39 @@ async def test_the_first_update_waits_until_the_starting_weights_are_evaluated(t
     assert len(factory.episodes) == 2 * len(factory.prompt_rows())
 
 
+async def test_an_engine_that_dies_under_the_start_evaluation_has_both_start_over(tmp_path):
+    """The update waits for the evaluation, the evaluation for an engine that only the waiting learner could give its weights."""
+    asked, lives = [], []
+
+    async def resync():
+        asked.append("resync")
+
+    async def hold(reason, timeout_s):
+        pass
+
+    run = a_run()
+    run.services = SimpleNamespace(hold=hold)  # no renew_engine: the engine is new already
+    run.lineage, run.state.holding = "a", True
+    learner = SimpleNamespace(resync=resync)
+
+    async def attempt():
+        lives.append(run.resume)
+        if run.resume:
+            return "whole"
+        await run._hold("a-0")
+        await run._renew_weights(learner)
+        update = asyncio.create_task(run._hold("a-1"))
+        await asyncio.sleep(0)
+        try:
+            await run._renew_weights(learner)
+        finally:
+            update.cancel()
+
+    run._attempt = attempt
+    assert await asyncio.wait_for(run.run(), 5) == "whole"
+    assert (lives, asked, run.lineage == "a") == ([False, True], ["resync"], False)
+
+
 async def test_two_evaluations_draw_the_same_random_numbers(tmp_path):
     async def play(task, episode):
         return outcome(1.0)
