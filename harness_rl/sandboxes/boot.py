@@ -26,7 +26,8 @@ UPPER = f"{_STORE}/upper"
 _MASKED_FILES = ("kcore", "keys", "timer_list", "sched_debug", "latency_stats", "kmsg", "sysrq-trigger", "kallsyms", "config.gz")
 _MASKED_FOLDERS = ("acpi", "scsi", "asound", "fs/nfsd")
 _DEVICE_TMPFS_BYTES = 64 << 20
-# As process 1 it cannot be killed from inside; with SIGCHLD ignored the kernel buries the orphans that it inherits.
+# As process 1 it cannot be killed from inside; with SIGCHLD ignored the kernel buries the orphans that it inherits. bash, because dash
+# catches that signal even when told to ignore it, and a caught signal is back at its default after `exec`.
 _INIT = "trap '' CHLD; echo ready; exec sleep infinity </dev/null >/dev/null 2>&1"
 
 
@@ -214,5 +215,5 @@ def _arguments(spec: dict[str, Any], info_fd: int, filter_fd: int) -> list[str]:
             argv += ["--tmpfs", f"/proc/{name}", "--remount-ro", f"/proc/{name}"]
     for index, (_host, inside) in enumerate(spec["binds"]):
         argv += ["--ro-bind", f"{_BINDS}/{index}", inside]
-    argv += ["--chdir", "/", "--clearenv", "--setenv", "PATH", "/usr/sbin:/usr/bin:/sbin:/bin", "/bin/sh", "-c", _INIT]
+    argv += ["--chdir", "/", "--clearenv", "--setenv", "PATH", "/usr/sbin:/usr/bin:/sbin:/bin", "/bin/bash", "-c", _INIT]
     return argv

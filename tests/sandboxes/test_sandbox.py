@@ -107,11 +107,18 @@ async def test_memory_hog_dies_and_the_sandbox_lives(start_sandbox: Any) -> None
     assert (await sh(sandbox, "echo alive")).stdout == b"alive\n"
 
 
-async def test_fork_bomb_is_contained(start_sandbox: Any) -> None:
+async def test_fork_bomb_is_contained_and_gives_its_processes_back(start_sandbox: Any) -> None:
     sandbox = await start_sandbox(limits={"pids": 40})
-    await sh(sandbox, "bomb() { bomb | bomb & }; bomb; sleep 0.5", timeout_s=2)
-    await sandbox.kill_commands()
-    assert (await sh(sandbox, "echo alive")).stdout == b"alive\n"
+    for _ in range(2):
+        await sh(sandbox, "bomb() { bomb | bomb & }; bomb; sleep 0.5", timeout_s=2)
+        await sandbox.kill_commands()
+        assert (await sh(sandbox, "echo a b c d | tr ' ' '\\n' | sort -r | head -1 | cat")).stdout == b"d\n"
+
+
+async def test_orphans_do_not_use_the_sandbox_up(start_sandbox: Any) -> None:
+    sandbox = await start_sandbox(limits={"pids": 40})
+    result = await sh(sandbox, "for i in {1..120}; do (setsid true &); done; sleep 0.3; cat /proc/[0-9]*/stat | grep -c ' Z '")
+    assert (result.stdout, result.stderr) == (b"0\n", b"")
 
 
 async def test_quota_on_tmpfs_and_on_a_disk_image(start_sandbox: Any) -> None:

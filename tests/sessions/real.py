@@ -86,10 +86,11 @@ class Rig:
     proxy: ProxyClient
     services: SessionServices
     folder: Path
+    proxy_pid: int
     made: list[HarborSession] = field(default_factory=list)
 
     def factory(self, task: Path, **options: Any) -> HarborSessionFactory:
-        factory = HarborSessionFactory(split=task, agent_config=PROMPTS, **options)
+        factory = HarborSessionFactory(split=task, **{"agent_config": PROMPTS, **options})
         factory.bind(self.services)
         return factory
 
@@ -129,7 +130,7 @@ async def rig(folder: Path, **rollout: Any) -> AsyncIterator[Rig]:
                 config = RunConfig.model_validate({"rollout": {"seal_grace_s": 0.5, **rollout}, "sandbox": {"stop_timeout_s": 10}})
                 limits = {"max_calls": 8, "deadline_s": config.rollout.deadline_s}
                 services = SessionServices(proxy, handoff, "policy", {"temperature": 1.0}, limits, folder / "rollouts", config)
-                made = Rig(engine, proxy, services, folder)
+                made = Rig(engine, proxy, services, folder, process.pid)
                 try:
                     yield made
                 finally:
