@@ -33,7 +33,7 @@ def flood(framing):
     """The status that 2 GB of request body get."""
     chunk = b"a" * (1 << 20)
     with socket.create_connection((BASE.hostname, BASE.port), 30) as out:
-        out.sendall(("POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %s\r\n%s\r\n\r\n" % (KEY, framing)).encode())
+        out.sendall(f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n{framing}\r\n\r\n".encode())
         try:
             for _ in range(2048):
                 out.sendall(b"100000\r\n" + chunk + b"\r\n" if "chunked" in framing else chunk)
@@ -74,7 +74,7 @@ def commands_of_all_processes():
     for name in os.listdir("/proc"):
         if name.isdigit():
             try:
-                with open("/proc/%s/cmdline" % name, "rb") as file:
+                with open(f"/proc/{name}/cmdline", "rb") as file:
                     found.append(file.read().replace(b"\0", b" ").decode(errors="replace"))
             except OSError:
                 pass

@@ -1,4 +1,4 @@
-"""A policy that attacks everything around it, in one real rollout: each attack is contained and counted, and the rollout has a named end."""
+"""A policy that attacks everything around it, in one real rollout: each is contained and counted, and the rollout has a named end."""
 
 from __future__ import annotations
 
