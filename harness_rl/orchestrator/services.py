@@ -85,6 +85,7 @@ class Services:
             config=self.config,
             proxy_up=self._proxy_up,
             proxy_restarts=lambda: self.proxy.restarts,
+            proxy_died=lambda: self.proxy.child.ended(),
         )
 
     async def hold(self, reason: str, timeout_s: float) -> None:

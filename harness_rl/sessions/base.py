@@ -7,7 +7,7 @@ a cancellation, both are gone when `close()` returns. A failure is a `RolloutFai
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -49,6 +49,10 @@ def set_event() -> asyncio.Event:
     return event
 
 
+async def never() -> None:
+    await asyncio.Event().wait()
+
+
 @dataclass(frozen=True)
 class SessionServices:
     """What a run lends to its session factory."""
@@ -67,6 +71,8 @@ class SessionServices:
     """Set while the proxy serves; clear while a dead one is started again."""
     proxy_restarts: Callable[[], int] = int
     """How often it was; what a restarted proxy knows of an older rollout may lack calls."""
+    proxy_died: Callable[[], Awaitable[None]] = never
+    """Returns once the present one has died."""
 
 
 @dataclass

@@ -70,6 +70,7 @@ class HarborSession:
     async def run(self) -> None:
         """Raises RolloutFailure when the rollout did not run or was not captured; a missing verdict is `verify`'s to raise."""
         started = time.monotonic()
+        watch = asyncio.create_task(self._end_with_the_proxy(), name=f"proxy of {self.spec.name}")
         try:
             # What an attempt of the same name left when it was killed must not be taken for this one's.
             await asyncio.to_thread(shutil.rmtree, self.spec.trials_dir, ignore_errors=True)
@@ -80,6 +81,7 @@ class HarborSession:
             self._failure = RolloutFailure(Cause.CANCELLED, f"stopped during {self._trial.phase}")
             raise
         finally:
+            watch.cancel()
             self._about["wall_s"] = round(time.monotonic() - started, 3)
             await uninterrupted(self._settle())
         if self._failure is not None:
@@ -127,6 +129,12 @@ class HarborSession:
         services = self._services
         with sock:
             await uninterrupted(handoff_listener(services.handoff_socket, services.proxy.admin_key, self.capture.session_id, sock))
+
+    async def _end_with_the_proxy(self) -> None:
+        """An agent whose capture route is gone would only wait for its own time limit."""
+        await self._services.proxy_died()
+        if self._trace is None:
+            self._trial.abort(RolloutFailure(Cause.CAPTURE, "the capture proxy died during this rollout"))
 
     async def _agent_ended(self, environment: Any, last: bool) -> None:
         """Between agent and grading. Never raises: a failure here ends the trial with its own name instead of becoming one of Harbor's."""

@@ -131,6 +131,8 @@ class TrialRun:
         """Raises RolloutFailure for what Harbor does not record in its result, CancelledError with the trial already stopped."""
         if self._task is not None:
             raise RuntimeError("a trial runs once")
+        if self._abort is not None:
+            raise self._abort
         self._task = asyncio.create_task(self._drive(), name=f"trial {self.spec.name}")
         try:
             await asyncio.wait({self._task}, timeout=self.spec.deadline_s)
@@ -151,7 +153,7 @@ class TrialRun:
             raise RolloutFailure(cause, f"{self.phase}: {type(error).__name__}: {error}") from error
 
     def abort(self, failure: RolloutFailure) -> None:
-        """End the trial from within one of its hooks: what follows (grading) would be for nothing."""
+        """End the trial, also from within one of its hooks: what follows would be for nothing."""
         self._abort = self._abort or failure
         if self._task is not None:
             self._task.cancel()

@@ -137,6 +137,35 @@ async def test_a_proxy_that_was_restarted_under_a_rollout_may_lack_calls_so_it_i
     assert "verify" not in bench.world.events
 
 
+@pytest.mark.parametrize(("dies_after_s", "graded"), [(0.0, False), (0.3, False), (None, True)])
+async def test_a_rollout_ends_with_the_proxy_that_dies_under_its_agent_and_not_after(
+    bench: Bench, dies_after_s: float | None, graded: bool
+) -> None:
+    """The agent would wait for its own time limit; once the trace is fetched, the rollout needs no proxy."""
+    died = asyncio.Event()
+    bench.services = replace(bench.services, proxy_died=died.wait)  # type: ignore[arg-type]
+    bench.world.agent_s, bench.world.verify_s = (0.05, 0.3) if graded else (30.0, 0.0)
+    session = await bench.session()
+    running = asyncio.create_task(session.run())
+    started = time.monotonic()
+    if dies_after_s is None:
+        while "verify" not in bench.world.events:
+            await asyncio.sleep(0.01)
+    else:
+        await asyncio.sleep(dies_after_s)
+    died.set()
+    if graded:
+        await running
+        assert session.verify().env_reward == 1.0
+    else:
+        with pytest.raises(RolloutFailure, match="died during this rollout") as caught:
+            await running
+        assert caught.value.cause is Cause.CAPTURE
+        assert time.monotonic() - started < 10 and "verify" not in bench.world.events
+    await session.close()
+    assert not bench.world.alive
+
+
 async def test_capture_failures(bench: Bench) -> None:
     bench.world.proxy.seal_error = ProxyError("no answer")
     failure = await failure_of(await bench.session())
