@@ -11,9 +11,10 @@ import contextlib
 import fcntl
 import logging
 import os
+import shutil
 import signal
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -42,6 +43,8 @@ from harness_rl.viewer.plot import write_reward_plot
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+_FREE_BYTES = 1 << 30
+"""Of disk, below which no run starts."""
 
 
 @dataclass
@@ -216,31 +219,35 @@ async def opened(config: RunConfig, console: Console | None) -> AsyncIterator[tu
 
 @contextmanager
 def run_folder(config: RunConfig) -> Iterator[None]:
-    """Make the run folder, hold its lock, send the log to logs/control.log. Raises UserError when it is in use or not writable."""
+    """Make the run folder, hold its lock, send the log to logs/control.log.
+
+    Raises UserError when it is in use, not writable or on a disk that is nearly full; a folder in use is left as it is.
+    """
     folder = config.run_dir
-    try:
-        (folder / "logs").mkdir(parents=True, exist_ok=True)
-        (folder / "config.toml").write_text(to_toml(config))
-        lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
-    except OSError as error:
-        raise UserError(f"run folder {folder} cannot be written: {error.strerror}; set run.dir to another place") from None
-    handler = logging.FileHandler(folder / "logs" / "control.log")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    # Harbor's lines are in each rollout's own trial.log, requests in the logs of the servers.
-    handler.addFilter(lambda record: not record.name.startswith(("harbor.", "httpx")))
-    root = logging.getLogger()
-    try:
+    with ExitStack() as cleanup:
         try:
+            (folder / "logs").mkdir(parents=True, exist_ok=True)
+            lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
+            cleanup.callback(os.close, lock)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            free = shutil.disk_usage(folder).free
+            if free < _FREE_BYTES:
+                raise UserError(f"run folder {folder}: the disk has {free >> 20} MiB free, a run needs {_FREE_BYTES >> 20}; set run.dir")
+            (folder / "config.toml").write_text(to_toml(config))
+            handler = logging.FileHandler(folder / "logs" / "control.log")
         except BlockingIOError:
             raise UserError(f"run folder {folder} is in use by another process; set run.name to another name") from None
+        except OSError as error:
+            raise UserError(f"run folder {folder} cannot be written: {error.strerror}; set run.dir to another place") from None
+        cleanup.callback(handler.close)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        # Harbor's lines are in each rollout's own trial.log, requests in the logs of the servers.
+        handler.addFilter(lambda record: not record.name.startswith(("harbor.", "httpx")))
+        root = logging.getLogger()
         root.addHandler(handler)
+        cleanup.callback(root.removeHandler, handler)
         root.setLevel(logging.INFO)
         yield
-    finally:
-        root.removeHandler(handler)
-        handler.close()
-        os.close(lock)
 
 
 def resumed_config(run: Path, config: RunConfig | None, overrides: list[str] | None = None) -> RunConfig:
