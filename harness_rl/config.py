@@ -184,6 +184,9 @@ class RewardSection(Section):
     """`module:function` or `file.py:function`: outcome -> float | None."""
     key: str = "reward"
     """Which of the verifier's numbers is the reward."""
+    tampered: Literal["zero", "keep"] = "zero"
+    """What a verdict is worth that was given in the agent's own sandbox after the agent had replaced programs that verifiers run: at most
+    0, or what the verifier said. A task with a separate verifier is not concerned."""
 
 
 class EvalSection(Section):

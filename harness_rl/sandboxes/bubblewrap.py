@@ -38,7 +38,8 @@ class Verification:
     planted: list[str]
     """Files in the folders that belong to the verifier, removed (at most 100 named)."""
     replaced: list[str]
-    """Programs that verifiers use which the agent wrote over. They stay as they are: a verifier in the agent's sandbox runs with them."""
+    """Programs that verifiers use which the agent wrote over. They stay as they are: a verifier in the agent's sandbox runs with them,
+    and its verdict is worth what `reward.tampered` says."""
 
     @property
     def tampered(self) -> bool:

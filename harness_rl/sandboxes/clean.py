@@ -16,7 +16,10 @@ _TOOLS = (
     "sed", "awk", "mawk", "find", "tar", "sort", "diff", "cmp", "wc", "head", "tail", "git", "curl",
 )  # fmt: skip
 _SEARCHED = ("usr/local/sbin", "usr/local/bin", "usr/sbin", "usr/bin")
-_LOADED = ("etc/ld.so.preload", "etc/ld.so.cache", "etc/profile", "etc/bash.bashrc", "etc/passwd", "usr/lib/python3.11/sitecustomize.py")
+_LOADED = (
+    "etc/ld.so.preload", "etc/ld.so.cache", "etc/profile", "etc/bash.bashrc", "usr/lib/python3.11/sitecustomize.py",
+    "usr/lib/python3/dist-packages/sitecustomize.py", "usr/local/lib/python3.11/dist-packages/sitecustomize.py",
+)  # fmt: skip
 
 
 def reset_folders(folders: list[str], limit: int) -> dict[str, Any]:

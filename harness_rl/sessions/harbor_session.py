@@ -14,7 +14,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -186,13 +186,13 @@ class HarborSession:
         folder = self.spec.trials_dir
         if self._trial.ended and self.spec.trial_dir.is_dir():
             self.spec.trial_dir.rename(folder / TRIAL_FOLDER)
-        result = self._trial.result
+        result, section = self._trial.result, self._services.config.reward
         if result is not None:
             self._facts = facts_of(result, self._status or {}, len(self._trace.turns) if self._trace else 0, self._endpoint)
             self._failure = self._failure or self._run_failure(self._facts)
             if self._failure is None:
                 try:
-                    self._verdict = judge(self._facts, folder / TRIAL_FOLDER, self._trial.steps, self._services.config.reward.key)
+                    self._verdict = self._believed(judge(self._facts, folder / TRIAL_FOLDER, self._trial.steps, section.key))
                 except RolloutFailure as failure:
                     self._verdict = failure
         elif self._failure is None:
@@ -201,6 +201,14 @@ class HarborSession:
             await asyncio.to_thread(write_record, folder, self._record(), self._trace)
         except OSError as error:
             self._failure = self._failure or RolloutFailure(Cause.INTERNAL, f"{folder}: the rollout's record could not be written: {error}")
+
+    def _believed(self, verdict: VerifyResult) -> VerifyResult:
+        """What programs said that the agent had replaced pays nothing (`reward.tampered`)."""
+        replaced = sorted({name for found in self._left for name in found.replaced})
+        if not replaced or self._services.config.reward.tampered == "keep" or not self._trial.shared_verifier:
+            return verdict
+        logger.warning("rollout %s: its agent replaced %s: its reward is at most 0", self.spec.name, ", ".join(replaced))
+        return replace(verdict, env_reward=None if verdict.env_reward is None else min(verdict.env_reward, 0.0))
 
     def _run_failure(self, facts: TrialFacts) -> RolloutFailure | None:
         """A sandbox or an agent that never came up explains a missing trace, not the other way round."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from harbor.models.task.verifier_mode import task_has_any_shared_verifier
 from harbor.models.trial.config import AgentConfig, EnvironmentConfig, TaskConfig, TrialConfig, VerifierConfig
 from harbor.models.trial.result import TrialResult
 from harbor.trial.hooks import TrialEvent, TrialHookEvent
@@ -122,6 +123,11 @@ class TrialRun:
         """Names of the graded steps of a multi-step task."""
         result = self.result
         return [step.step_name for step in (result.step_results or []) if step.verifier is not None] if result is not None else []
+
+    @property
+    def shared_verifier(self) -> bool:
+        """Whether a verdict was given in the agent's own sandbox."""
+        return self.trial is not None and bool(task_has_any_shared_verifier(self.trial.task.config))
 
     @property
     def ended(self) -> bool:

@@ -104,8 +104,12 @@ async def _check(task: TaskRef, spec: CheckSpec, scratch: Path) -> TaskReport:
 
 async def _trial(task: TaskRef, agent: str, spec: CheckSpec, scratch: Path) -> tuple[float | None, str]:
     """(reward, "") of one trial, or (None, why there is none)."""
+    from harbor.models.task.verifier_mode import task_has_any_shared_verifier
     from harbor.models.trial.config import AgentConfig, EnvironmentConfig, TaskConfig, TrialConfig
+    from harbor.trial.hooks import TrialEvent
     from harbor.trial.trial import Trial
+
+    from harness_rl.sandboxes.hooks import sandbox_hooks
 
     config = TrialConfig(
         task=TaskConfig(path=task.path),
@@ -116,9 +120,17 @@ async def _trial(task: TaskRef, agent: str, spec: CheckSpec, scratch: Path) -> t
             import_path=SANDBOXES[spec.sandbox.kind], kwargs={"limits": sandbox_limits(spec.sandbox)}, delete=True
         ),
     )
+    replaced: list[str] = []
     try:
         async with asyncio.timeout(spec.deadline_s):
-            trial = await Trial.create(config)
+            with sandbox_hooks() as hooks:
+                trial = await Trial.create(config)
+
+            async def agent_ended(_: object) -> None:
+                left = await hooks.sandbox.before_verification(keep_services=bool(task.metadata.get("keep_services", False)))
+                replaced.extend(left.replaced)
+
+            trial.add_hook(TrialEvent.AGENT_END, agent_ended)
             result = await trial.run()
     except TimeoutError:
         return None, f"{agent}: the trial had not ended after {spec.deadline_s:g} s"
@@ -131,6 +143,11 @@ async def _trial(task: TaskRef, agent: str, spec: CheckSpec, scratch: Path) -> t
     # Harbor before 0.24 has no judgement of its own.
     if not getattr(result, "reward_valid", True) or spec.reward_key not in rewards:
         return None, f"{agent}: the verifier left no number named {spec.reward_key!r} (it left {', '.join(rewards) or 'none'})"
+    if replaced and task_has_any_shared_verifier(trial.task.config):
+        return None, (
+            f"{agent}: it replaces {', '.join(replaced)}, which verifiers run, so that a rollout which does the same earns nothing; "
+            'set [verifier] environment_mode = "separate", or reward.tampered = "keep" in the run'
+        )
     return float(rewards[spec.reward_key]), ""
 
 

@@ -1,9 +1,11 @@
-"""A small real run as a child process, and its parts by pid, so that they can be killed."""
+"""A small real run as a child process, its parts by pid, so that they can be killed, and what must hold once it has ended."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -11,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from harness_rl.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = """
@@ -103,3 +107,27 @@ def running(*arguments: str, log: Path) -> Iterator[Run]:
         finally:
             process.kill()
             process.wait()
+
+
+def failed_rollouts(folder: Path) -> set[str]:
+    """Causes; and no rollout is in two minds."""
+    with sqlite3.connect(folder / "journal.sqlite") as journal:
+        (running_still,) = journal.execute("SELECT COUNT(*) FROM rollouts WHERE state = 'running'").fetchone()
+        assert running_still == 0
+        return {cause for (cause,) in journal.execute("SELECT DISTINCT cause FROM rollouts WHERE state = 'failed'")}
+
+
+def check_whole(folder: Path, steps: int) -> None:
+    lines = read_metrics(folder / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(1, steps + 1))
+    assert all(line["rows/rejected"] == 0 for line in lines)
+    accounts = json.loads((folder / "accounts.json").read_text())
+    with sqlite3.connect(folder / "journal.sqlite") as journal:
+        (rollouts,) = journal.execute("SELECT COUNT(*) FROM rollouts").fetchone()
+    records = [json.loads(path.read_text())["capture"] for path in folder.glob("rollouts/*/outcome.json")]
+    seen = [capture for capture in records if capture is not None]
+    assert sum(accounts["rollouts"].values()) == rollouts
+    assert sum(accounts["calls"].values()) == sum(capture["calls_seen"] for capture in seen)
+    assert sum(accounts["tokens"].values()) == sum(capture["tokens"]["sampled"] for capture in seen)
+    assert accounts["unrecorded"] == rollouts - len(seen)
+    assert "leak audit" not in (folder / "logs" / "control.log").read_text()

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
+import signal
 import sqlite3
 import time
 from pathlib import Path
 
 import httpx
 import pytest
-from e2e.killing import CONFIG, ROOT, running
+from e2e.killing import CONFIG, ROOT, check_whole, descendants, failed_rollouts, find, running
 
-from harness_rl.metrics import read_metrics
 from harness_rl.tasks.quickstart import generate
 
 pytestmark = [pytest.mark.full, pytest.mark.engine, pytest.mark.root]
-LEARNER, CONTROL_IS_DEAD = b"harness_rl.learner", -9
+LEARNER, PROXY, WORKER, SANDBOX = b"harness_rl.learner", b"capture_proxy", b"VLLM::Worker", b"sandboxes.supervisor"
+CONTROL_IS_DEAD = -9
 
 
 @pytest.fixture
@@ -27,37 +30,13 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
-def failed_rollouts(folder: Path) -> set[str]:
-    """Causes; and no rollout is in two minds."""
-    with sqlite3.connect(folder / "journal.sqlite") as journal:
-        (running_still,) = journal.execute("SELECT COUNT(*) FROM rollouts WHERE state = 'running'").fetchone()
-        assert running_still == 0
-        return {cause for (cause,) in journal.execute("SELECT DISTINCT cause FROM rollouts WHERE state = 'failed'")}
-
-
-def check_whole(folder: Path, steps: int) -> None:
-    lines = read_metrics(folder / "metrics.jsonl")
-    assert [line["step"] for line in lines] == list(range(1, steps + 1))
-    assert all(line["rows/rejected"] == 0 for line in lines)
-    accounts = json.loads((folder / "accounts.json").read_text())
-    with sqlite3.connect(folder / "journal.sqlite") as journal:
-        (rollouts,) = journal.execute("SELECT COUNT(*) FROM rollouts").fetchone()
-    records = [json.loads(path.read_text())["capture"] for path in folder.glob("rollouts/*/outcome.json")]
-    seen = [capture for capture in records if capture is not None]
-    assert sum(accounts["rollouts"].values()) == rollouts
-    assert sum(accounts["calls"].values()) == sum(capture["calls_seen"] for capture in seen)
-    assert sum(accounts["tokens"].values()) == sum(capture["tokens"]["sampled"] for capture in seen)
-    assert accounts["unrecorded"] == rollouts - len(seen)
-    assert "leak audit" not in (folder / "logs" / "control.log").read_text()
-
-
 def test_a_killed_engine_and_a_killed_proxy_are_started_again_and_the_run_ends_whole(config: Path, tmp_path: Path) -> None:
     with running(str(config), log=tmp_path / "output.log") as run:
         run.until("step 1/4")
-        run.kill(b"VLLM::Worker")
+        run.kill(WORKER)
         run.until("the engine died")
         run.until("step 2/4")
-        run.kill(b"capture_proxy")
+        run.kill(PROXY)
         run.until("the capture proxy died")
         run.ends()
     proven = [int(step) for step in re.findall(r"weights \w+-(\d+) proven", run.said[run.said.index("the engine died") :])]
@@ -100,7 +79,7 @@ def test_an_engine_killed_under_the_start_evaluation_with_the_first_update_waiti
     with running(str(config), *(part for setting in settings for part in ("--set", setting)), log=tmp_path / "output.log") as run:
         run.until("step 1/2")
         assert "eval start: reward" not in run.said
-        run.kill(b"VLLM::Worker")
+        run.kill(WORKER)
         run.until("the engine died under the start evaluation")
         run.until("going on from step 0")
         run.ends()
@@ -112,7 +91,30 @@ def test_an_engine_killed_under_the_start_evaluation_with_the_first_update_waiti
     assert (start["label"], start["tasks"], start["samples"], start["unscored"]) == ("start", 6, 6, 0)
 
 
-@pytest.mark.parametrize(("part", "said"), [(LEARNER, "going on from step 0"), (b"VLLM::Worker", "the engine died")])
+def test_the_whole_trees_of_running_sandboxes_are_killed_and_their_rollouts_are_made_again(config: Path, tmp_path: Path) -> None:
+    with running(str(config), "--set", "run.steps=2", log=tmp_path / "output.log") as run:
+        run.until("proven")
+        killed = 0
+        while killed < 3:
+            try:
+                supervisor = find(run.process.pid, SANDBOX)
+            except LookupError:
+                time.sleep(0.05)
+                continue
+            for pid in [*descendants(supervisor), supervisor]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            killed += 1
+            time.sleep(1.0)
+        run.ends()
+    check_whole(tmp_path / "killed", 2)
+    lost = failed_rollouts(tmp_path / "killed")
+    assert "sandbox_lost" in lost and lost <= {"sandbox_lost", "cancelled"}, lost
+
+
+@pytest.mark.parametrize(
+    ("part", "said"), [(LEARNER, "going on from step 0"), (WORKER, "the engine died"), (PROXY, "the capture proxy died")]
+)
 def test_what_dies_within_a_weight_update_is_started_again(config: Path, tmp_path: Path, part: bytes, said: str) -> None:
     with running(str(config), "--set", "run.steps=2", log=tmp_path / "output.log") as run:
         run.until("step 1/2")

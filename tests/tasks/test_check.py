@@ -168,6 +168,11 @@ def _silence_verifier(task: Path) -> None:
     (task / "tests" / "test.sh").write_text("#!/bin/bash\ntrue\n")
 
 
+def _replace_a_tool(task: Path) -> None:
+    solution = task / "solution" / "solve.sh"
+    solution.write_text(solution.read_text() + "\ncp /bin/cat /usr/local/bin/cat\n")
+
+
 @pytest.mark.root
 async def test_real_oracle_earns_1_and_nop_0_in_every_family(task: Path) -> None:
     reports = await check_tasks(task.parent)
@@ -176,7 +181,13 @@ async def test_real_oracle_earns_1_and_nop_0_in_every_family(task: Path) -> None
 
 @pytest.mark.root
 @pytest.mark.parametrize(
-    ("edit", "rule"), [(_break_solution, "oracle_failed"), (_break_verifier, "nop_passed"), (_silence_verifier, "oracle_failed")]
+    ("edit", "rule"),
+    [
+        (_break_solution, "oracle_failed"),
+        (_break_verifier, "nop_passed"),
+        (_silence_verifier, "oracle_failed"),
+        (_replace_a_tool, "oracle_failed"),
+    ],
 )
 async def test_an_unsound_task_is_refused(task: Path, edit: Edit, rule: str) -> None:
     for other in task.parent.iterdir():
