@@ -1,3 +1,5 @@
+import shutil
+
 import pytest
 
 from harness_rl.errors import Cause, UserError
@@ -37,6 +39,23 @@ def test_every_rollout_ends_in_one_state_and_causes_are_counted(journal):
 def test_what_was_written_survives_without_a_close(tmp_path):
     Journal(tmp_path / "j.sqlite").open_group("g", 0, "task")
     assert Journal(tmp_path / "j.sqlite").counts()["groups"] == {"running": 1}
+
+
+@pytest.mark.parametrize("lost", [1, 100, 4096, 9000, 20000])
+def test_a_torn_tail_loses_only_what_came_last(tmp_path, lost):
+    names = [f"g{number}" for number in range(8)]
+    journal = Journal(tmp_path / "j.sqlite")
+    for position, name in enumerate(names):
+        journal.open_group(name, position, "task")
+    torn = tmp_path / "torn"
+    torn.mkdir()
+    shutil.copy(tmp_path / "j.sqlite", torn)
+    tail = (tmp_path / "j.sqlite-wal").read_bytes()
+    (torn / "j.sqlite-wal").write_bytes(tail[:-lost])
+    found = [entry.group_id for entry in Journal(torn / "j.sqlite").groups(GroupState.RUNNING)]
+    assert found == names[: len(found)] and len(found) < 8
+    assert len(found) >= 8 - 1 - lost // 4096
+    journal.close()
 
 
 def test_a_file_that_is_no_journal_is_refused_in_one_line(tmp_path):

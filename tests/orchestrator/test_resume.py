@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from orchestrator.fakes import outcome, trace
 
 from harness_rl.errors import Cause
+from harness_rl.metrics import MetricsLog, read_metrics
 from harness_rl.orchestrator.journal import GroupState, Journal, RolloutState
 from harness_rl.orchestrator.resume import restore, surviving_line
 from harness_rl.sessions.outcome import OUTCOME_FILE, TRACE_FILE, rollout_record, write_record
@@ -172,3 +173,14 @@ def test_g03_no_position_is_lost_played_or_trained_twice(states: list[str], chec
         places = [ready, durable, flat, set(found.again)]
         assert set().union(*places) == set(range(len(states)))
         assert sum(map(len, places)) == len(states)
+
+
+def test_a_torn_line_of_metrics_is_dropped_and_the_file_goes_on_from_the_checkpoint(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    for step in (1, 2, 3):
+        log.write({"step": step, "reward": 0.5})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "rew')
+    assert [line["step"] for line in log.take_back(2)] == [1, 2]
+    log.write({"step": 3, "reward": 0.75})
+    assert [line["reward"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [0.5, 0.5, 0.75]
