@@ -22,6 +22,7 @@ from typing import Any
 
 from . import seccomp
 from .cgroups import CgroupLimits, CgroupUnavailable, Hierarchies, SessionCgroup, detect, remove_tree
+from .channel import Channel
 from .errors import LocalSandboxError, RuntimeRequestError, SandboxBuildFailedError, SandboxLikelyOutOfMemoryError
 from .ledger import Entry, Ledger, sandboxes_dir, start_time
 from .limits import ExecResult, SandboxLimits
@@ -80,7 +81,7 @@ class Sandbox:
         self._log = log
         self._ledger = Ledger.at()
         self.folder = sandboxes_dir() / "sessions" / self.id
-        self._channel: socket.socket | None = None
+        self._channel: Channel | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._cgroup: SessionCgroup | None = None
         self._calls: dict[str, _Call] = {}
@@ -121,7 +122,7 @@ class Sandbox:
         self._cgroup = SessionCgroup.create(self.id, hierarchies, CgroupLimits(limits.memory_bytes, limits.pids, limits.cpus))
         storage = await make_storage(self.folder, limits, self.spec.upper)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._channel = ours
+        self._channel = Channel(ours, self._dispatch, self._die)
         try:
             with (self.folder / "supervisor.log").open("wb") as log:
                 # A session of its own: a Ctrl-C at the terminal is the control process's to handle. Neither the site packages nor
@@ -134,10 +135,7 @@ class Sandbox:
             theirs.close()
         entry.supervisor_pid, entry.supervisor_start = self._process.pid, start_time(self._process.pid) or 0
         self._ledger.write(entry)
-        loop = asyncio.get_running_loop()
-        self._booted = loop.create_future()
-        ours.setblocking(False)
-        loop.add_reader(ours.fileno(), self._on_message)
+        self._booted = asyncio.get_running_loop().create_future()
         message = {
             "id": self.id,
             "owner_pid": os.getpid(),
@@ -171,37 +169,11 @@ class Sandbox:
             raise self._dead
         if self._channel is None:
             raise RuntimeRequestError("the sandbox is stopped")
-        memfd = os.memfd_create("request", os.MFD_CLOEXEC)
         try:
-            _write_all(memfd, json.dumps(spec).encode())
-            for _ in range(100):
-                try:
-                    socket.send_fds(self._channel, [json.dumps(header).encode()], [memfd, *fds])
-                    return
-                except BlockingIOError:
-                    await asyncio.sleep(0.01)
-                except OSError as error:
-                    self._die(f"cannot reach its supervisor: {error}")
-                    raise self._dead or error from error
-            raise RuntimeRequestError("the sandbox's supervisor does not take requests")
-        finally:
-            os.close(memfd)
-
-    def _on_message(self) -> None:
-        assert self._channel is not None
-        while True:
-            try:
-                data, fds, _flags, _address = socket.recv_fds(self._channel, 1 << 17, 4, socket.MSG_CMSG_CLOEXEC)
-            except BlockingIOError:
-                return
-            except OSError as error:
-                data, fds = b"", []
-                self._log.debug("sandbox %s: %s", self.id, error)
-            if not data:
-                asyncio.get_running_loop().remove_reader(self._channel.fileno())
-                self._die("its supervisor ended")
-                return
-            self._dispatch(json.loads(data), list(fds))
+            await self._channel.send(header, spec, fds)
+        except OSError as error:
+            self._die(f"cannot reach its supervisor: {error}")
+            raise self._dead or error from error
 
     def _dispatch(self, message: dict[str, Any], fds: list[int]) -> None:
         event, call = message["event"], self._calls.get(message.get("id", ""))
@@ -366,7 +338,6 @@ class Sandbox:
     async def _stop(self) -> None:
         deadline = time.monotonic() + self.spec.limits.stop_timeout_s
         if self._channel is not None:
-            asyncio.get_running_loop().remove_reader(self._channel.fileno())
             self._channel.close()
             self._channel = None
         self._dead = self._dead or RuntimeRequestError("the sandbox is stopped")
@@ -408,11 +379,6 @@ async def _hand_over(listener: socket.socket, on_listener: ListenerCallback) -> 
     except Exception as error:
         listener.close()
         raise SandboxBuildFailedError(f"the sandbox's port could not be handed over: {error}") from error
-
-
-def _write_all(fd: int, data: bytes) -> None:
-    with open(fd, "wb", closefd=False) as file:
-        file.write(data)
 
 
 def _read(fd: int, limit: int) -> bytes:
