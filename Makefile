@@ -10,7 +10,7 @@ TASKS := examples/tasks/quickstart
 ARGS ?=
 RL := .venv/bin/harness-rl
 
-.PHONY: help setup prepare quickstart test test-full accept lint bench lock clean distclean
+.PHONY: help setup prepare quickstart test test-full accept soak lint bench lock clean distclean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -35,6 +35,9 @@ test-full: prepare ## the tests with the long matrices
 
 accept: prepare ## the learning runs and their controls (hours)
 	.venv/bin/python tests/accept/quickstart.py $(ARGS)
+
+soak: prepare ## two hours of the quickstart with a process killed every five minutes
+	.venv/bin/python tests/accept/soak.py $(ARGS)
 
 lint: setup ## style and types
 	.venv/bin/ruff check .

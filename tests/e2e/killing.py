@@ -121,6 +121,12 @@ def check_whole(folder: Path, steps: int) -> None:
     lines = read_metrics(folder / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(1, steps + 1))
     assert all(line["rows/rejected"] == 0 for line in lines)
+    check_sums(folder)
+    assert "leak audit" not in (folder / "logs" / "control.log").read_text()
+
+
+def check_sums(folder: Path) -> None:
+    """The accounts name every rollout, call and token that journal and records know of, once."""
     accounts = json.loads((folder / "accounts.json").read_text())
     with sqlite3.connect(folder / "journal.sqlite") as journal:
         (rollouts,) = journal.execute("SELECT COUNT(*) FROM rollouts").fetchone()
@@ -130,4 +136,3 @@ def check_whole(folder: Path, steps: int) -> None:
     assert sum(accounts["calls"].values()) == sum(capture["calls_seen"] for capture in seen)
     assert sum(accounts["tokens"].values()) == sum(capture["tokens"]["sampled"] for capture in seen)
     assert accounts["unrecorded"] == rollouts - len(seen)
-    assert "leak audit" not in (folder / "logs" / "control.log").read_text()
