@@ -143,8 +143,6 @@ class LearnerSection(Section):
     """C in min(pi_old/mu, C)."""
     ratio: Literal["proximal", "behaviour"] = "proximal"
     """`proximal`: pi/pi_old, corrected by the truncated pi_old/mu; `behaviour`: TRL's pi/mu."""
-    probability_weight: float = Field(0.0, ge=0, le=1)
-    """alpha: a token's advantage is multiplied by alpha * pi_old + 1 - alpha, so that improbable tokens do not dominate a step."""
     minibatches: int = Field(1, ge=1)
     """Optimizer steps per batch."""
     micro_batch_tokens: int = Field(2048, ge=64)

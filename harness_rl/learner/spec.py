@@ -45,8 +45,6 @@ class LearnerSpec:
     truncation: float = 2.0
     """C in min(pi_old/mu, C)."""
     ratio: Literal["proximal", "behaviour"] = "proximal"
-    probability_weight: float = 0.0
-    """alpha: a token's advantage is multiplied by alpha * pi_old + 1 - alpha."""
     loss_normalisation: Literal["token", "rollout"] = "token"
     minibatches: int = 1
     """Optimizer steps per batch; groups are kept whole."""
@@ -141,7 +139,7 @@ _POSITIVE = (
     *("keep_checkpoints", "link_timeout_s", "batch_timeout_s"),
 )
 _NOT_NEGATIVE = (
-    *("learning_rate", "warmup_steps", "weight_decay", "probability_weight", "checkpoint_every", "threads"),
+    *("learning_rate", "warmup_steps", "weight_decay", "checkpoint_every", "threads"),
     *("max_rejected_rows", "max_skipped_steps"),
 )
 

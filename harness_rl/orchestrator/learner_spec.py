@@ -29,7 +29,6 @@ def learner_spec(config: RunConfig, services: Services, model: Path, lineage: st
         epsilon_high=learner.epsilon_high,
         truncation=learner.truncation,
         ratio=learner.ratio,
-        probability_weight=learner.probability_weight,
         loss_normalisation=learner.loss_normalisation,
         minibatches=learner.minibatches,
         micro_batch_tokens=learner.micro_batch_tokens,

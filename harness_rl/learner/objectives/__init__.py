@@ -11,10 +11,4 @@ from harness_rl.learner.spec import LearnerSpec
 def build(spec: LearnerSpec) -> Objective:
     if spec.objective == "sft":
         return SFT()
-    return GRPO(
-        epsilon_low=spec.epsilon_low,
-        epsilon_high=spec.epsilon_high,
-        truncation=spec.truncation,
-        ratio=spec.ratio,
-        probability_weight=spec.probability_weight,
-    )
+    return GRPO(epsilon_low=spec.epsilon_low, epsilon_high=spec.epsilon_high, truncation=spec.truncation, ratio=spec.ratio)

@@ -23,10 +23,6 @@ class GRPO:
     the engine's other numerics) is corrected by the detached first factor, truncated at C as in V-trace (IMPALA, arXiv 1802.01561).
 
     `ratio="behaviour"`: rho = pi / mu and no first factor: one ratio for both purposes, as in TRL's asynchronous trainer.
-
-    `probability_weight` (alpha): A is multiplied by alpha * pi_old + 1 - alpha, token by token (Advantage Reweighting, arXiv 2505.12929).
-    A token's gradient grows with its improbability, so that else the tails of a few derailed rollouts, of which the reward says nothing
-    more than that they derailed, are most of a step. 0 leaves the policy gradient unbiased.
     """
 
     epsilon_low: float = 0.2
@@ -34,18 +30,13 @@ class GRPO:
     truncation: float = 2.0
     """C."""
     ratio: Literal["proximal", "behaviour"] = "proximal"
-    probability_weight: float = 0.0
-    """alpha, from 0 to 1."""
     uses_advantage: ClassVar[bool] = True
 
     def __call__(self, terms: Terms) -> TokenLoss:
         proximal = self.ratio == "proximal"
         ratio = torch.exp(terms.logprobs - (terms.old if proximal else terms.behaviour))
         clipped = ratio.clamp(1 - self.epsilon_low, 1 + self.epsilon_high)
-        advantages = terms.advantages
-        if self.probability_weight:
-            advantages = advantages * (self.probability_weight * terms.old.detach().exp() + (1 - self.probability_weight))
-        surrogate = torch.minimum(ratio * advantages, clipped * advantages)
+        surrogate = torch.minimum(ratio * terms.advantages, clipped * terms.advantages)
         flags = {
             "clip_low": (ratio < 1 - self.epsilon_low) & (terms.advantages < 0),
             "clip_high": (ratio > 1 + self.epsilon_high) & (terms.advantages > 0),
