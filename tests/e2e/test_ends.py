@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sqlite3
@@ -57,12 +58,24 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", place], check=True)
 
 
+def fill(ballast: Path) -> None:
+    """Take all that is free, in ever smaller pieces: the pieces need some room for themselves."""
+    with ballast.open("wb") as file:
+        size, piece = 0, 64 << 20
+        while piece >= 4096:
+            try:
+                os.posix_fallocate(file.fileno(), size, piece)
+                size += piece
+            except OSError as error:
+                assert error.errno == errno.ENOSPC
+                piece //= 2
+
+
 def test_f18_a_disk_that_fills_up_stops_the_run_by_name_and_it_goes_on_once_there_is_room(small_disk: Path, tmp_path: Path) -> None:
     ballast = small_disk / "ballast"
     with running(str(write_config(tmp_path, small_disk)), "--set", "checkpoint.every=1", log=tmp_path / "first.log") as run:
         run.until("checkpoints/step-1")
-        with ballast.open("wb") as file:
-            os.posix_fallocate(file.fileno(), 0, os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_frsize)
+        fill(ballast)
         deadline = time.monotonic() + 300
         while run.process.poll() is None:
             assert time.monotonic() < deadline, run.said[-3000:]
