@@ -12,13 +12,13 @@ import sqlite3
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from harness_rl.errors import Cause, UserError
+from harness_rl.errors import Cause, HarnessRLError, UserError
 from harness_rl.metrics import strict_json
 
 _SCHEMA = """
@@ -85,13 +85,25 @@ class RolloutFate:
     group_reason: str | None
 
 
+class _Connection(sqlite3.Connection):
+    """A full disk or a broken one is the run's end, by name; what is committed stays whole."""
+
+    def execute(self, sql: str, parameters: Any = (), /) -> sqlite3.Cursor:
+        try:
+            return super().execute(sql, parameters)
+        except sqlite3.OperationalError as error:
+            raise HarnessRLError(
+                f"the journal cannot be written: {error}; make room or mend it, then go on with harness-rl train --resume"
+            ) from error
+
+
 class Journal:
     """The only writer of RUN/journal.sqlite. Calls are short and synchronous; each is one transaction."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            self._db = sqlite3.connect(path, isolation_level=None)
+            self._db = sqlite3.connect(path, isolation_level=None, factory=_Connection)
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
             self._db.executescript(_SCHEMA)
@@ -107,7 +119,8 @@ class Journal:
         try:
             yield self._db
         except BaseException:
-            self._db.execute("ROLLBACK")
+            with suppress(HarnessRLError):  # where the disk is full, SQLite has rolled back already
+                self._db.execute("ROLLBACK")
             raise
         self._db.execute("COMMIT")
 

@@ -217,6 +217,17 @@ async def opened(config: RunConfig, console: Console | None) -> AsyncIterator[tu
             journal.close()
 
 
+class _LogFile(logging.FileHandler):
+    """A log that cannot be written (a full disk) hides no other error: the lines are lost, the run's own cause is told."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        del record
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            super().close()
+
+
 @contextmanager
 def run_folder(config: RunConfig) -> Iterator[None]:
     """Make the run folder, hold its lock, send the log to logs/control.log.
@@ -234,7 +245,7 @@ def run_folder(config: RunConfig) -> Iterator[None]:
             if free < _FREE_BYTES:
                 raise UserError(f"run folder {folder}: the disk has {free >> 20} MiB free, a run needs {_FREE_BYTES >> 20}; set run.dir")
             (folder / "config.toml").write_text(to_toml(config))
-            handler = logging.FileHandler(folder / "logs" / "control.log")
+            handler = _LogFile(folder / "logs" / "control.log")
         except BlockingIOError:
             raise UserError(f"run folder {folder} is in use by another process; set run.name to another name") from None
         except OSError as error:

@@ -263,10 +263,12 @@ def _not_found() -> web.Response:
 
 @web.middleware
 async def json_errors(request: web.Request, handler: Any) -> web.StreamResponse:
-    """aiohttp's own errors (no such route, body too large) in the shape that agents read."""
+    """aiohttp's own errors (no such route, body too large), and a store that cannot be written, in the shape that agents read."""
     try:
         response: web.StreamResponse = await handler(request)
         return response
     except web.HTTPException as error:
         body = chat.error(error.reason, "invalid_request_error", None)
         return web.json_response(body, status=error.status)
+    except StoreError as error:
+        return web.json_response(chat.error(str(error), "server_error", None), status=503)

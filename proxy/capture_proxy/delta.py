@@ -57,6 +57,8 @@ def strictly_equal(a: Any, b: Any) -> bool:
         return list(a) == list(b) and all(strictly_equal(value, b[key]) for key, value in a.items())
     if isinstance(a, list):
         return len(a) == len(b) and all(strictly_equal(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, float):
+        return repr(a) == repr(b)  # 0.0 == -0.0, but they are written differently
     return bool(a == b)
 
 

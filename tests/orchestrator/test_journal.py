@@ -2,7 +2,7 @@ import shutil
 
 import pytest
 
-from harness_rl.errors import Cause, UserError
+from harness_rl.errors import Cause, HarnessRLError, UserError
 from harness_rl.orchestrator.journal import GroupState, Journal, RolloutState
 
 
@@ -55,6 +55,21 @@ def test_a_torn_tail_loses_only_what_came_last(tmp_path, lost):
     found = [entry.group_id for entry in Journal(torn / "j.sqlite").groups(GroupState.RUNNING)]
     assert found == names[: len(found)] and len(found) < 8
     assert len(found) >= 8 - 1 - lost // 4096
+    journal.close()
+
+
+def test_f18_a_full_disk_is_named_and_what_was_written_stays(tmp_path):
+    journal = Journal(tmp_path / "j.sqlite")
+    journal.open_group("a", 0, "task")
+    (pages,) = journal._db.execute("PRAGMA page_count").fetchone()
+    journal._db.execute(f"PRAGMA max_page_count = {pages}")  # SQLite's own way to say that the disk is full
+    with pytest.raises(HarnessRLError, match=r"cannot be written: database or disk is full; .* --resume"):
+        for position in range(1, 1000):
+            journal.open_group(f"g{position}", position, "task" * 100)
+    with pytest.raises(HarnessRLError, match="disk is full"):
+        journal.set_meta("key", "value" * 10_000)
+    journal.move_groups(["a"], GroupState.TRAINED, step=1)
+    assert journal.counts()["groups"]["trained"] == 1
     journal.close()
 
 

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from capture_proxy import delta
@@ -26,6 +26,7 @@ bodies = st.dictionaries(st.sampled_from(["messages", "tools", "model", "x"]), j
 
 
 @given(st.none() | bodies, bodies)
+@example({"messages": [[-0.0]]}, {"messages": [[0.0]]})
 @settings(max_examples=300, deadline=None)
 def test_a_body_comes_back_from_its_delta_as_the_same_json(base: Any, body: Any) -> None:
     stored = json.loads(json.dumps(delta.encode(base, body)))

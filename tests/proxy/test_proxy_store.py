@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from proxy_helpers import ADMIN_KEY, BASH, USER, Agent, Serve, assert_chain, until
 
 from capture_proxy import store as store_module
-from capture_proxy.client import ProxyClient
+from capture_proxy.client import ProxyClient, ProxyError
 from capture_proxy.records import trace_from_log
 from capture_proxy.store import Store, StoreError, read_log
 
@@ -119,6 +119,23 @@ async def test_sealed_and_deleted_sessions_stay_so_after_a_restart(engine: FakeE
     assert codes == [404, 404, 200]
     assert (await again.admin.status(agents[0][1].session_id))["late_calls"] == 1
     assert set(again.proxy.sessions) == {agents[0][1].session_id, agents[2][1].session_id}
+
+
+async def test_f18_an_admin_request_on_a_full_disk_is_a_503_by_name(
+    engine: FakeEngine, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = await serve(engine.url)
+    _, created = await served.agent()
+
+    def full(fd: int, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(store_module, "_write_all", full)
+        with pytest.raises(ProxyError, match="No space left") as refused:
+            await served.admin.seal(created.session_id)
+    assert refused.value.status == 503
+    await served.admin.seal(created.session_id)
 
 
 @pytest.mark.parametrize("kind", [b'"t":"begin"', b'"t":"turn"'])
