@@ -47,11 +47,11 @@ def test_a_signal_ends_a_run_in_order_and_leaves_nothing(tmp_path: Path, number:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 4 GiB of its own; nothing of it is written before it is used."""
+    """A file system of 8 GiB of its own, room for three checkpoints; nothing of it is written before it is used."""
     image, place = tmp_path / "disk.img", tmp_path / "disk"
     place.mkdir()
     with image.open("wb") as file:
-        file.truncate(4 << 30)
+        file.truncate(8 << 30)
     subprocess.run(["mkfs.ext4", "-q", "-m", "0", "-E", "lazy_itable_init=1,lazy_journal_init=1", image], check=True)
     subprocess.run(["mount", "-o", "loop", image, place], check=True)
     yield place
