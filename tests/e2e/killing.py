@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness_rl.metrics import read_metrics
+from harness_rl.tasks.quickstart import generate
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = """
@@ -39,6 +40,14 @@ max_staleness = 1
 max_calls = 2
 max_output_tokens_per_call = 24
 """
+
+
+def write_config(folder: Path, runs: Path) -> Path:
+    """The config of a run of four steps below `runs`, with tasks of its own there; itself in `folder`."""
+    generate(runs / "tasks", train=6, heldout=6)
+    path = folder / "config.toml"
+    path.write_text(CONFIG.format(dir=runs, root=ROOT, steps=4))
+    return path
 
 
 def descendants(pid: int) -> list[int]:

@@ -12,21 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from e2e.killing import CONFIG, ROOT, check_whole, descendants, running
+from e2e.killing import check_whole, descendants, running, write_config
 
 from harness_rl.sandboxes.ledger import start_time
 from harness_rl.sandboxes.reaper import audit
-from harness_rl.tasks.quickstart import generate
 
 pytestmark = [pytest.mark.full, pytest.mark.engine, pytest.mark.root]
 STOPPED, FAILED = 130, 1
-
-
-def write_config(folder: Path, runs: Path) -> Path:
-    generate(runs / "tasks", train=6, heldout=6)
-    path = folder / "config.toml"
-    path.write_text(CONFIG.format(dir=runs, root=ROOT, steps=4))
-    return path
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

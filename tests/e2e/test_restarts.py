@@ -13,9 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from e2e.killing import CONFIG, ROOT, check_whole, descendants, failed_rollouts, find, running
-
-from harness_rl.tasks.quickstart import generate
+from e2e.killing import check_whole, descendants, failed_rollouts, find, running, write_config
 
 pytestmark = [pytest.mark.full, pytest.mark.engine, pytest.mark.root]
 LEARNER, PROXY, WORKER, SANDBOX = b"harness_rl.learner", b"capture_proxy", b"VLLM::Worker", b"sandboxes.supervisor"
@@ -24,10 +22,7 @@ CONTROL_IS_DEAD = -9
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
-    generate(tmp_path / "tasks", train=6, heldout=6)
-    path = tmp_path / "config.toml"
-    path.write_text(CONFIG.format(dir=tmp_path, root=ROOT, steps=4))
-    return path
+    return write_config(tmp_path, tmp_path)
 
 
 def test_a_killed_engine_and_a_killed_proxy_are_started_again_and_the_run_ends_whole(config: Path, tmp_path: Path) -> None:
