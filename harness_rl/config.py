@@ -135,6 +135,8 @@ class LearnerSection(Section):
     adam_beta1: float = 0.9
     adam_beta2: float = 0.95
     adam_epsilon: float = Field(1e-8, gt=0)
+    scale_by_signal: bool = False
+    """Multiply the learning rate by the share of the gradient on which successive batches agree (arXiv 1812.06162): noise moves nothing."""
     weight_decay: float = Field(0.0, ge=0)
     max_grad_norm: float = Field(1.0, gt=0)
     epsilon_low: float = Field(0.2, gt=0)

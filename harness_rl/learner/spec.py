@@ -37,6 +37,8 @@ class LearnerSpec:
     adam_beta2: float = 0.95
     adam_epsilon: float = 1e-8
     """Gradients that are small against it move their weights less: with a large one, noise does not fill every direction."""
+    scale_by_signal: bool = False
+    """Multiply the learning rate by the gradient's share of signal (see signal.py): where batches do not agree, the weights stay."""
     weight_decay: float = 0.0
     """On matrices only, not on norms and biases."""
     max_grad_norm: float = 1.0

@@ -23,6 +23,7 @@ from harness_rl.learner.objectives.base import Terms, TokenLoss
 from harness_rl.learner.packing import Pack, pack_rows, split_groups, term_weights
 from harness_rl.learner.policy import Policy
 from harness_rl.learner.rows import PackedRow, Row, RowMismatch, RowState, verify_packed, verify_row
+from harness_rl.learner.signal import SignalShare
 from harness_rl.learner.spec import LearnerSpec
 
 
@@ -70,6 +71,7 @@ class Trainer:
             eps=spec.adam_epsilon,
             fused=True,
         )
+        self.signal = SignalShare(spec.adam_beta1)
         self.updates = 0
         """Optimizer steps done, over all lineages."""
         self.rejected = 0
@@ -186,6 +188,7 @@ class Trainer:
         """Clip and apply the accumulated gradient; returns its norm before clipping. A norm that is not finite applies nothing."""
         norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, self.spec.max_grad_norm))
         if math.isfinite(norm):
+            self.signal.observe(self._along_momentum(), min(norm, self.spec.max_grad_norm) ** 2)
             for group in self.optimizer.param_groups:
                 group["lr"] = self.learning_rate()
             self.optimizer.step()
@@ -193,10 +196,16 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         return norm
 
+    def _along_momentum(self) -> float:
+        """Inner product of the gradient and Adam's first moment as the last update left it."""
+        moments = ((p.grad, self.optimizer.state[p].get("exp_avg")) for p in self.parameters if p.grad is not None)
+        return sum(float(torch.dot(grad.flatten(), moment.flatten())) for grad, moment in moments if moment is not None)
+
     def learning_rate(self) -> float:
-        """Of the next update: linear warm-up, then constant."""
+        """Of the next update: linear warm-up, then constant; times the gradient's share of signal where that is asked for."""
         warmup = self.spec.warmup_steps
-        return self.spec.learning_rate * (min(1.0, (self.updates + 1) / warmup) if warmup else 1.0)
+        ramp = min(1.0, (self.updates + 1) / warmup) if warmup else 1.0
+        return self.spec.learning_rate * ramp * (self.signal.value if self.spec.scale_by_signal else 1.0)
 
     def _metrics(
         self, rows: Sequence[Row], states: dict[str, RowState], forwarded: int, log: TermLog, norms: Sequence[float], clock: Clock
@@ -208,6 +217,7 @@ class Trainer:
         metrics["learning_rate"] = self.optimizer.param_groups[0]["lr"]
         if norms:
             metrics["grad_norm"] = max(norms)
+            metrics["grad_signal_share"] = self.signal.value
         spent = sum(clock.seconds.get(name, 0.0) for name in ("forward", "backward", "optimizer"))
         metrics["tokens_per_second"] = metrics["tokens/forwarded"] / spent if spent else 0.0
         return metrics | {f"seconds/{name}": seconds for name, seconds in clock.seconds.items()}
@@ -216,6 +226,7 @@ class Trainer:
         """What a resumed trainer needs besides the weights."""
         return {
             "optimizer": self.optimizer.state_dict(),
+            "signal": self.signal.state(),
             "updates": self.updates,
             "rejected": self.rejected,
             "rng": torch.get_rng_state(),
@@ -223,6 +234,7 @@ class Trainer:
 
     def restore(self, state: dict[str, Any]) -> None:
         self.optimizer.load_state_dict(state["optimizer"])
+        self.signal.restore(state["signal"])
         self.updates, self.rejected = state["updates"], state["rejected"]
         torch.set_rng_state(state["rng"])
 

@@ -23,6 +23,7 @@ def learner_spec(config: RunConfig, services: Services, model: Path, lineage: st
         adam_beta1=learner.adam_beta1,
         adam_beta2=learner.adam_beta2,
         adam_epsilon=learner.adam_epsilon,
+        scale_by_signal=learner.scale_by_signal,
         weight_decay=learner.weight_decay,
         max_grad_norm=learner.max_grad_norm,
         epsilon_low=learner.epsilon_low,

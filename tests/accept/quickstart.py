@@ -32,7 +32,7 @@ RUNS: dict[str, list[str]] = {
     "shuffled advantages": ["rollout.shuffle_advantages=true"],
     "learning rate 0": ["learner.learning_rate=0.0"],
 }
-ORDER = ("shuffled advantages", "learning", "learning rate 0")
+ORDER = ("learning", "shuffled advantages", "learning rate 0")
 """The likeliest to miss its bar first."""
 ENDS = 3
 
