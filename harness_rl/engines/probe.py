@@ -17,6 +17,8 @@ TOKEN_ROUTES = ("/v1/chat/completions/render", "/inference/v1/generate", "/v1/ch
 class Missing:
     what: str
     remedy: str
+    training_only: bool = True
+    """False: an evaluation cannot do without it either."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class EngineInfo:
     def missing(self) -> list[Missing]:
         found = []
         if not self.has_tokens_api:
-            found.append(Missing("token routes (only the lesser chat capture works)", "start vLLM >= 0.32 with --enable-scale-out"))
+            found.append(Missing("token routes (only the lesser chat capture works)", "start vLLM >= 0.32 with --enable-scale-out", False))
         if not self.has_weight_api:
             found.append(Missing("weight routes (training cannot update this server)", "start vLLM with VLLM_SERVER_DEV_MODE=1"))
         elif self.has_weight_backend is False:

@@ -79,6 +79,12 @@ class Engine:
         else:
             await self._launched.child.ended()
 
+    def require(self, *, trains: bool, tokens: bool) -> None:
+        """Raises UserError for what it was started without. `trains`: its weights are to change; `tokens`: chat capture will not do."""
+        for missing in self.info.missing:
+            if trains if missing.training_only else tokens:
+                raise UserError(f"engine: {self.url} has no {missing.what}; {missing.remedy}")
+
     def last_words(self) -> str:
         """Why it died, as far as its log tells."""
         if self._launched is None:
@@ -135,8 +141,12 @@ async def launch(section: EngineSection, model_path: Path, *, run_dir: Path, ser
 
 
 async def connect(url: str) -> Engine:
-    """Use a server that somebody else runs. Raises EngineError when nothing useful answers there."""
-    return Engine(url.rstrip("/"), await probe(url.rstrip("/")))
+    """Use a server that somebody else runs. Raises UserError when nothing answers there or it is no vLLM."""
+    url = url.rstrip("/")
+    try:
+        return Engine(url, await probe(url))
+    except EngineError as error:
+        raise UserError(str(error)) from None
 
 
 def choose_device(section: EngineSection, environment: TorchEnvironment) -> Device:

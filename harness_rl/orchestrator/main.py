@@ -165,7 +165,7 @@ async def warm_start_only(config: RunConfig, inputs: Inputs, *, console: Console
 async def evaluate_only(config: RunConfig, inputs: Inputs, *, console: Console | None = None) -> Outcome:
     if not inputs.eval_rows:
         raise UserError("tasks.eval: name the folder of tasks to evaluate on")
-    async with opened(config, console) as (state, journal), services(config, inputs.model_path, state) as running:
+    async with opened(config, console) as (state, journal), services(config, inputs.model_path, state, trains=False) as running:
         _bind(running, inputs)
         assert inputs.eval_factory is not None
         # An engine that was started again serves the same model folder: nothing has to be pushed.

@@ -310,7 +310,8 @@ class TrainingRun:
         rewards = [reward for group in assembler.considered for reward in group.rewards]
         causes = Counter(cause for group in assembler.considered for rollout in group.rollouts for cause in rollout.causes)
         if not rewards:
-            raise HarnessRLError(f"no rollout could be scored in {limit} steps' worth of work: {dict(causes)}; see rollouts/ of the run")
+            counted = ", ".join(f"{count} times {cause}" for cause, count in causes.most_common())
+            raise HarnessRLError(f"no rollout could be scored in {limit} steps' worth of work: {counted}; see rollouts/ of the run")
         if min(rewards) >= 1.0:
             self.state.say(f"all rollouts of {limit} rounds had full reward: nothing is left to learn")
             raise _Solved

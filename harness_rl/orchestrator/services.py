@@ -183,8 +183,11 @@ async def _ends_soon(child: Child) -> bool:
 
 
 @asynccontextmanager
-async def services(config: RunConfig, model_path: Path, state: RunState) -> AsyncIterator[Services]:
-    """Start everything; whatever happens inside, end everything. Raises UserError, EngineError, HarnessRLError."""
+async def services(config: RunConfig, model_path: Path, state: RunState, *, trains: bool = True) -> AsyncIterator[Services]:
+    """Start everything; whatever happens inside, end everything. `trains`: the engine's weights are to change.
+
+    Raises UserError, EngineError, HarnessRLError.
+    """
     if config.sandbox.kind == "local":
         await asyncio.to_thread(refuse_unless_able)
     found = await asyncio.to_thread(reap)
@@ -197,6 +200,7 @@ async def services(config: RunConfig, model_path: Path, state: RunState) -> Asyn
     else:
         engine = await connect(config.engine.url)
     try:
+        engine.require(trains=trains, tokens=config.proxy.capture == "tokens")
         state.engine = "ready"
         state.say(f"engine ready: {engine.url}")
         proxy = await start_proxy(config.proxy, engine_url=engine.url, model=engine.model, run_dir=config.run_dir)

@@ -133,9 +133,19 @@ async def test_connected_engine_is_never_stopped_or_restarted(fake_engine: FakeE
         await owner.stop()
 
 
-async def test_connect_to_nothing() -> None:
-    with pytest.raises(EngineError, match="does not answer"):
+async def test_what_is_no_engine_is_the_users_mistake(fake_engine: FakeEngine, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="does not answer"):
         await connect("http://127.0.0.1:9")
+    server = await asyncio.start_server(answer_like_a_web_site, "127.0.0.1", 0)
+    async with server:
+        with pytest.raises(UserError, match="does not answer as an OpenAI-style server"):
+            await connect(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+
+
+async def answer_like_a_web_site(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await reader.readuntil(b"\r\n\r\n")
+    writer.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
+    writer.close()
 
 
 def test_killed_owner_takes_the_engine_with_it(fake_engine: FakeEngine, tmp_path: Path) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from harness_rl.engines.probe import probe
-from harness_rl.engines.vllm import launch
-from harness_rl.errors import EngineError
+from harness_rl.engines.vllm import connect, launch
+from harness_rl.errors import EngineError, UserError
 from tests.engines.conftest import FakeEngine
 
 
@@ -24,10 +24,13 @@ from tests.engines.conftest import FakeEngine
 async def test_missing_part_is_named_with_its_flag(fake_engine: FakeEngine, tmp_path: Path, off: str, remedy: str) -> None:
     engine = await launch(fake_engine(off=[off]), tmp_path, run_dir=tmp_path / "run", served_model="policy")
     try:
-        missing = (await probe(engine.url)).missing
+        found = await connect(engine.url)
+        assert len(found.info.missing) == 1 and remedy in found.info.missing[0].remedy
+        with pytest.raises(UserError, match=re.escape(remedy)):
+            found.require(trains=off != "tokens", tokens=off == "tokens")
+        found.require(trains=off == "tokens", tokens=off != "tokens")  # chat capture is enough to train, any weights to be evaluated
     finally:
         await engine.stop()
-    assert len(missing) == 1 and remedy in missing[0].remedy
 
 
 async def test_another_kind_of_server(fake_engine: FakeEngine, tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ def one_line(capsys: pytest.CaptureFixture[str]) -> str:
         ("run.stesp=3", "did you mean run.steps?"),
         ("rnu.steps=3", "did you mean run?"),
         ("run.steps=many", "run.steps"),
+        ("sandbox.kind=docker", "sandbox.kind"),
         ("rollout.num_generations=1", "rollout.num_generations"),
         ("nonsense", "section.key=value"),
         ("warmup.target_low=0.9", "warmup.target_low must be below"),

@@ -10,15 +10,18 @@ import pytest
 from orchestrator.fakes import FakeFactory, outcome
 
 from harness_rl.config import RunConfig
-from harness_rl.errors import InvariantError
+from harness_rl.errors import Cause, HarnessRLError, InvariantError
 from harness_rl.metrics import RunState
-from harness_rl.orchestrator.batches import Batch, Group
+from harness_rl.orchestrator.batches import Assembler, Batch, Group
 from harness_rl.orchestrator.evaluate import evaluate
+from harness_rl.orchestrator.generation import Generation
 from harness_rl.orchestrator.journal import Journal
 from harness_rl.orchestrator.learner_process import SyncReport
 from harness_rl.orchestrator.rollout import Rollout, RolloutRunner
 from harness_rl.orchestrator.run import TrainingRun
+from harness_rl.orchestrator.schedule import TaskOrder
 from harness_rl.orchestrator.stepmetrics import step_metrics
+from harness_rl.sessions.base import RolloutFailure
 
 
 def a_run(**sync) -> TrainingRun:
@@ -146,3 +149,32 @@ def test_step_metrics_count_every_scored_rollout_and_every_call_once():
     assert (line["calls/trained"], line["calls/zero_variance"]) == (2, 2)
     assert Counter(rollout for rollout in line if rollout.startswith("calls/")).total() == 2
     assert (line["rollout/failed/verifier"], line["perf/forward_s"], line["rows/trained"]) == (3, 2.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("reward", "words"),
+    [
+        (None, r"no rollout could be scored in 2 steps' worth of work: \d+ times verifier; see"),
+        ("raises", r"no rollout could be scored in 2 steps' worth of work: \d+ times reward_function; see"),
+        (0.0, r"one reward for all its rollouts \(mean 0.00\): nothing can be learned; make the tasks easier, or warm the model up"),
+        (0.5, r"one reward for all its rollouts \(mean 0.50\)"),
+    ],
+)
+async def test_work_that_teaches_nothing_ends_the_run_with_the_reason(tmp_path, reward, words):
+    async def play(task, episode):
+        if reward is None:
+            raise RolloutFailure(Cause.VERIFIER, "no verdict")
+        return outcome(0.0 if reward == "raises" else reward)
+
+    def broken(outcome):
+        raise ZeroDivisionError
+
+    sections = {"run": {"max_unscorable_steps": 2, "steps": 9}, "rollout": {"num_generations": 2, "groups_per_step": 2, "max_retries": 0}}
+    config = RunConfig.model_validate(sections)
+    factory, journal, state = FakeFactory(play), Journal(tmp_path / "journal.sqlite"), RunState("t", 9)
+    run = TrainingRun(config, SimpleNamespace(), factory, [], [], None, state, journal, tmp_path)
+    runner = RolloutRunner(factory, journal, broken if reward == "raises" else None, 0, retry_pause_s=0.0)
+    assembler = Assembler(2, config.rollout.max_group_replacements, "std")
+    run.generation = Generation(config, runner, journal, TaskOrder(factory.prompt_rows(), seed=0, shuffle=False), assembler, state)
+    with pytest.raises(HarnessRLError, match=words):
+        await asyncio.wait_for(asyncio.gather(run._watch_idle(), run.generation.produce()), 20)

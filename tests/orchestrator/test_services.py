@@ -8,12 +8,13 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 from types import SimpleNamespace
 
 import pytest
 
 from harness_rl.config import RunConfig
-from harness_rl.errors import EngineError, HarnessRLError
+from harness_rl.errors import EngineError, HarnessRLError, UserError
 from harness_rl.metrics import RunState
 from harness_rl.orchestrator.proxy_process import start_proxy
 from harness_rl.orchestrator.services import Services
@@ -156,3 +157,11 @@ async def test_a_failed_update_is_excused_by_an_engine_that_died_and_by_nothing_
     services.engine.killed.clear()
     services.state.engine = "restarting"
     await services.excuse_failed_sync("HTTP 500")
+
+
+async def test_a_busy_proxy_port_is_the_users_mistake(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        section = RunConfig.model_validate({"proxy": {"port": port}}).proxy
+        with pytest.raises(UserError, match=f"proxy.port {port} is in use; choose another or 0"):
+            await start_proxy(section, engine_url=NOBODY, model="policy", run_dir=tmp_path)
