@@ -1,4 +1,8 @@
-"""Real runs whose parts are killed on the way: what control can start again goes on, and a run that lost control itself is resumed."""
+"""Real runs whose parts are killed on the way: what control can start again goes on, and a run that lost control itself is resumed.
+
+The matrix: each part (learner, engine, proxy, the whole tree of a running sandbox, control) at each of three moments (rollouts running,
+training, syncing), the three moments of a part in one run.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +13,20 @@ import re
 import signal
 import sqlite3
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
 import pytest
-from e2e.killing import check_whole, descendants, failed_rollouts, find, running, write_config
+from e2e.killing import Run, check_whole, descendants, failed_rollouts, find, running, write_config
+
+from harness_rl.sandboxes.reaper import audit
 
 pytestmark = [pytest.mark.full, pytest.mark.engine, pytest.mark.root]
 LEARNER, PROXY, WORKER, SANDBOX = b"harness_rl.learner", b"capture_proxy", b"VLLM::Worker", b"sandboxes.supervisor"
-CONTROL_IS_DEAD = -9
+CONTROL_IS_DEAD, STEPS = -9, 3
+SETTINGS = [f"run.steps={STEPS}", "checkpoint.every=1", *(f"{part}.max_restarts=3" for part in ("engine", "learner", "proxy"))]
+OPTIONS = [part for setting in SETTINGS for part in ("--set", setting)]
 
 
 @pytest.fixture
@@ -25,48 +34,114 @@ def config(tmp_path: Path) -> Path:
     return write_config(tmp_path, tmp_path)
 
 
-def test_a_killed_engine_and_a_killed_proxy_are_started_again_and_the_run_ends_whole(config: Path, tmp_path: Path) -> None:
-    with running(str(config), log=tmp_path / "output.log") as run:
-        run.until("step 1/4")
-        run.kill(WORKER)
-        run.until("the engine died")
-        run.until("step 2/4")
-        run.kill(PROXY)
-        run.until("the capture proxy died")
-        run.ends()
-    proven = [int(step) for step in re.findall(r"weights \w+-(\d+) proven", run.said[run.said.index("the engine died") :])]
-    assert proven[0] >= 1  # the weights that were trained so far, not those of the model folder
-    assert proven[-1] == 4
-    check_whole(tmp_path / "killed", 4)
-    lost = failed_rollouts(tmp_path / "killed")
-    assert lost <= {"engine", "capture", "cancelled"}, "a rollout that lost its engine or its proxy is never scored"
+def leased(folder: Path) -> int:
+    """Groups that the learner has and has not answered for."""
+    with contextlib.closing(sqlite3.connect(f"file:{folder}/journal.sqlite?mode=ro", uri=True)) as journal:
+        return journal.execute("SELECT COUNT(*) FROM groups WHERE state = 'leased'").fetchone()[0]
 
 
-def test_a_killed_learner_and_a_killed_control_process_go_on_from_the_newest_checkpoint(config: Path, tmp_path: Path) -> None:
+def paused(run: Run) -> bool:
+    """Whether the engine stands still for a weight update."""
+    url = re.search(r"engine ready: (\S+)", run.said)
+    with contextlib.suppress(httpx.HTTPError):
+        return url is not None and httpx.get(f"{url[1]}/is_paused", timeout=30).json()["is_paused"]
+    return False
+
+
+MOMENTS: dict[str, Callable[[Run, Path], bool]] = {
+    "rollouts running": lambda run, folder: leased(folder) == 0 and not paused(run),
+    "training": lambda run, folder: leased(folder) > 0 and not paused(run),
+    "syncing": lambda run, folder: paused(run),
+}
+
+
+def await_moment(run: Run, folder: Path, moment: str) -> int:
+    """Returns in that moment, with the supervisor of a sandbox that runs in it."""
+    deadline = time.monotonic() + 400
+    while time.monotonic() < deadline:
+        assert run.process.poll() is None, run.said[-3000:]
+        with contextlib.suppress(LookupError):
+            sandbox = find(run.process.pid, SANDBOX)
+            if MOMENTS[moment](run, folder):
+                return sandbox
+        time.sleep(0.1)
+    raise AssertionError(f"{moment} was never seen: {run.said[-3000:]}")
+
+
+def until_said_again(run: Run, words: str, before: int) -> None:
+    deadline = time.monotonic() + 400
+    while run.said.count(words) <= before:
+        assert run.process.poll() is None and time.monotonic() < deadline, run.said[-3000:]
+        time.sleep(0.2)
+
+
+def check_end(folder: Path, said: str, causes: set[str]) -> None:
+    check_whole(folder, STEPS)
+    assert failed_rollouts(folder) <= causes | {"cancelled"}
+    assert re.search(rf"weights \w+-{STEPS} proven", said)
+    assert audit().total == 0, str(audit())
+
+
+@pytest.mark.parametrize(
+    ("part", "recovery", "causes"),
+    [
+        (LEARNER, "going on from step", set()),
+        (WORKER, "the engine died", {"engine"}),
+        (PROXY, "the capture proxy died", {"capture"}),
+    ],
+    ids=["learner", "engine", "proxy"],
+)
+def test_a_part_is_killed_at_each_moment_and_started_again(
+    config: Path, tmp_path: Path, part: bytes, recovery: str, causes: set[str]
+) -> None:
     folder = tmp_path / "killed"
-    with running(str(config), "--set", "checkpoint.every=1", log=tmp_path / "first.log") as run:
-        run.until("step 1/4")
-        run.until("checkpoint ")
-        run.kill(LEARNER)
-        run.until("going on from step 1")
-        run.until("step 2/4")
-        run.until("checkpoints/step-2")
-        run.process.kill()
-        assert run.process.wait(10) == CONTROL_IS_DEAD
-    with running("--resume", str(folder), log=tmp_path / "second.log") as run:
-        run.until("going on from step 2")
+    with running(str(config), *OPTIONS, log=tmp_path / "output.log") as run:
+        run.until("-0 proven")
+        for moment in MOMENTS:
+            await_moment(run, folder, moment)
+            recovered, proven = run.said.count(recovery), run.said.count(" proven")
+            run.kill(part)
+            until_said_again(run, recovery, recovered)
+            if part != PROXY:
+                until_said_again(run, " proven", proven)  # weights that were pushed anew, before anything else is killed
         run.ends()
-    assert "checkpoints/step-4" in run.said
-    check_whole(folder, 4)
-    assert failed_rollouts(folder) <= {"cancelled", "abandoned"}
+    check_end(folder, run.said, causes)
+
+
+def test_whole_trees_of_running_sandboxes_are_killed_at_each_moment_and_their_rollouts_are_made_again(config: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "killed"
+    with running(str(config), *OPTIONS, log=tmp_path / "output.log") as run:
+        run.until("-0 proven")
+        for moment in MOMENTS:
+            supervisor = await_moment(run, folder, moment)
+            for pid in [*descendants(supervisor), supervisor]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        run.ends()
+    check_end(folder, run.said, {"sandbox_lost", "sandbox_start"})
+
+
+def test_control_is_killed_at_each_moment_and_the_run_is_resumed_from_the_newest_checkpoint(config: Path, tmp_path: Path) -> None:
+    folder, arguments = tmp_path / "killed", [str(config)]
+    for life, moment in enumerate(MOMENTS):
+        with running(*arguments, *OPTIONS, log=tmp_path / f"life-{life}.log") as run:
+            run.until(" proven")
+            await_moment(run, folder, moment)
+            run.process.kill()
+            assert run.process.wait(10) == CONTROL_IS_DEAD
+        arguments = ["--resume", str(folder)]
+    with running(*arguments, *OPTIONS, log=tmp_path / "last.log") as run:
+        run.until("going on from step ")
+        run.ends()
+    check_end(folder, run.said, {"abandoned"})
     with sqlite3.connect(folder / "journal.sqlite") as journal:
-        versions = [version for (version,) in journal.execute("SELECT version FROM steps ORDER BY step")]
-        states = dict(journal.execute("SELECT state, COUNT(*) FROM groups GROUP BY state"))
+        versions = [version.split("-") for (version,) in journal.execute("SELECT version FROM steps ORDER BY step")]
+        (lineages,) = journal.execute("SELECT value FROM meta WHERE key = 'lineages'").fetchone()
+        states = {state for (state,) in journal.execute("SELECT DISTINCT state FROM groups")}
         twice = journal.execute("SELECT position FROM groups WHERE state = 'durable' GROUP BY position HAVING COUNT(*) > 1").fetchall()
-    assert [version.split("-")[1] for version in versions] == ["1", "2", "3", "4"]
-    first, second, third, fourth = (version.split("-")[0] for version in versions)
-    assert first != second != third == fourth, "each start opened a lineage of its own"
-    assert set(states) <= {"durable", "dropped"} and not twice
+    assert [step for _, step in versions] == [str(step) for step in range(1, STEPS + 1)]
+    assert len({lineage for lineage, _ in json.loads(lineages)}) == 4, "each start opens a lineage of its own"
+    assert states <= {"durable", "dropped"} and not twice
 
 
 def test_an_engine_killed_under_the_start_evaluation_with_the_first_update_waiting(config: Path, tmp_path: Path) -> None:
@@ -85,42 +160,3 @@ def test_an_engine_killed_under_the_start_evaluation_with_the_first_update_waiti
         (found,) = journal.execute("SELECT value FROM meta WHERE key = 'evaluations'").fetchone()
     (start,) = json.loads(found)
     assert (start["label"], start["tasks"], start["samples"], start["unscored"]) == ("start", 6, 6, 0)
-
-
-def test_the_whole_trees_of_running_sandboxes_are_killed_and_their_rollouts_are_made_again(config: Path, tmp_path: Path) -> None:
-    with running(str(config), "--set", "run.steps=2", log=tmp_path / "output.log") as run:
-        run.until("proven")
-        killed = 0
-        while killed < 3:
-            try:
-                supervisor = find(run.process.pid, SANDBOX)
-            except LookupError:
-                time.sleep(0.05)
-                continue
-            for pid in [*descendants(supervisor), supervisor]:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            killed += 1
-            time.sleep(1.0)
-        run.ends()
-    check_whole(tmp_path / "killed", 2)
-    lost = failed_rollouts(tmp_path / "killed")
-    assert lost and lost <= {"sandbox_lost", "sandbox_start", "cancelled"}, lost
-
-
-@pytest.mark.parametrize(
-    ("part", "said"), [(LEARNER, "going on from step 0"), (WORKER, "the engine died"), (PROXY, "the capture proxy died")]
-)
-def test_what_dies_within_a_weight_update_is_started_again(config: Path, tmp_path: Path, part: bytes, said: str) -> None:
-    with running(str(config), "--set", "run.steps=2", log=tmp_path / "output.log") as run:
-        run.until("step 1/2")
-        url = re.search(r"engine ready: (\S+)", run.said)
-        assert url is not None
-        deadline = time.monotonic() + 300
-        while not httpx.get(f"{url[1]}/is_paused", timeout=30).json()["is_paused"]:
-            assert time.monotonic() < deadline
-        run.kill(part)
-        run.until(said)
-        run.ends()
-    check_whole(tmp_path / "killed", 2)
-    assert re.search(r"weights \w+-2 proven", run.said)
