@@ -11,6 +11,8 @@ import asyncio
 import json
 import logging
 import secrets
+from functools import partial
+from types import ModuleType
 from typing import Any
 
 import aiohttp
@@ -19,14 +21,14 @@ from aiohttp import web
 from capture_proxy import calls, dialects
 from capture_proxy.auth import agent_key, key_hash, new_key, same_key
 from capture_proxy.calls import Context
-from capture_proxy.dialects import chat
-from capture_proxy.engine import Engine
+from capture_proxy.dialects.wire import BadRequest
+from capture_proxy.engine import Engine, EngineError
 from capture_proxy.gate import Gate
 from capture_proxy.messages import AgentCall, Reply
 from capture_proxy.metrics import Metrics
 from capture_proxy.pool import EnginePool
 from capture_proxy.reasons import Reason
-from capture_proxy.refusal import CallRefused
+from capture_proxy.refusal import CallRefused, refusal_of
 from capture_proxy.session import RunningCall, Session
 from capture_proxy.settings import Settings
 from capture_proxy.spec import SessionSpec
@@ -126,7 +128,9 @@ def add_agent_routes(app: web.Application, proxy: Proxy, only: str | None = None
     """Adds the agent's routes to `app`, with the key in a header or as `/s/{key}` before the path."""
     routes = AgentRoutes(proxy, only)
     for prefix in ("", "/s/{key}"):
-        app.router.add_post(prefix + "/v1/chat/completions", routes.chat_completions)
+        app.router.add_post(prefix + "/v1/chat/completions", partial(routes.call, dialects.chat))
+        app.router.add_post(prefix + "/v1/messages", partial(routes.call, dialects.anthropic))
+        app.router.add_post(prefix + "/v1/messages/count_tokens", partial(routes.count, dialects.anthropic))
         app.router.add_get(prefix + "/v1/models", routes.models)
         app.router.add_get(prefix + "/v1/models/{name:.+}", routes.models)
 
@@ -141,30 +145,43 @@ class AgentRoutes:
     async def models(self, request: web.Request) -> web.StreamResponse:
         """The one model, under the name that was asked for."""
         if self._session(request) is None:
-            return _not_found()
+            return _not_found(request)
         name = request.match_info.get("name", self.proxy.settings.model)
         card = {"id": name, "object": "model", "created": 0, "owned_by": "capture-proxy"}
         return web.json_response(card if "name" in request.match_info else {"object": "list", "data": [card]})
 
-    async def chat_completions(self, request: web.Request) -> web.StreamResponse:
+    async def count(self, dialect: ModuleType, request: web.Request) -> web.StreamResponse:
+        """How many tokens the engine makes of a request. Nothing of it is recorded."""
+        session = self._session(request)
+        if session is None or session.state == "sealed":
+            return _not_found(request)
+        try:
+            call = dialect.parse(await _body(request, self.proxy.settings.body_timeout_s), request.headers)
+            return web.json_response(dialect.counted(await calls.count(self.proxy.ctx, session, call)))
+        except BadRequest as error:
+            return _error(request, CallRefused(400, None, str(error), Reason.REFUSED))
+        except EngineError as error:
+            return _error(request, refusal_of(error))
+
+    async def call(self, dialect: ModuleType, request: web.Request) -> web.StreamResponse:
         """One call of the agent."""
         session = self._session(request)
         if session is None or session.state == "sealed":
             if session is not None:
                 session.late()
-            return _not_found()
+            return _not_found(request)
         try:
             running = session.begin()
         except StoreError as error:
-            return _error(CallRefused(503, None, str(error), Reason.ENGINE_FAILED, retry_after_s=5))
+            return _error(request, CallRefused(503, None, str(error), Reason.ENGINE_FAILED, retry_after_s=5))
         try:
             body = await _body(request, self.proxy.settings.body_timeout_s)
-            call = chat.parse(body, request.headers)
-        except (chat.BadRequest, web.HTTPRequestEntityTooLarge) as error:
+            call = dialect.parse(body, request.headers)
+        except (BadRequest, web.HTTPRequestEntityTooLarge) as error:
             session.end(running.seq, Reason.REFUSED, str(error))
             session.leave(running)
             self.proxy.ctx.metrics.calls[Reason.REFUSED.value] += 1
-            return _error(CallRefused(getattr(error, "status", 400), None, str(error), Reason.REFUSED))
+            return _error(request, CallRefused(getattr(error, "status", 400), None, str(error), Reason.REFUSED))
         except BaseException:
             session.end(running.seq, Reason.ABANDONED, "the client left before its request was complete")
             session.leave(running)
@@ -191,10 +208,10 @@ class AgentRoutes:
         try:
             answer = await asyncio.shield(task)
         except CallRefused as refused:
-            return _error(refused)
+            return _error(request, refused)
         except asyncio.CancelledError:
             if task.cancelled():
-                return _not_found()
+                return _not_found(request)
             raise
         response = web.json_response(dialects.BY_NAME[call.dialect].reply(answer, call, running.response_id, running.created))
         # Written here to the last byte, so that a client that has left is noticed.
@@ -240,35 +257,36 @@ async def _body(request: web.Request, timeout_s: float) -> dict[str, Any]:
         async with asyncio.timeout(timeout_s):
             raw = await request.read()
     except TimeoutError as error:
-        raise chat.BadRequest(f"the body did not arrive within {timeout_s:g} s") from error
+        raise BadRequest(f"the body did not arrive within {timeout_s:g} s") from error
     try:
         body = await asyncio.to_thread(json.loads, raw) if len(raw) >= BIG_BODY else json.loads(raw)
     except (ValueError, RecursionError) as error:
-        raise chat.BadRequest(f"the body is not JSON: {error}") from error
+        raise BadRequest(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
-        raise chat.BadRequest("the body must be a JSON object")
+        raise BadRequest("the body must be a JSON object")
     return body
 
 
-def _error(refused: CallRefused) -> web.Response:
+def _error(request: web.Request, refused: CallRefused) -> web.Response:
     headers = {} if refused.retry_after_s is None else {"Retry-After": str(refused.retry_after_s)}
-    return web.json_response(chat.error(str(refused), refused.kind, refused.code), status=refused.status, headers=headers)
+    body = dialects.of_path(request.path).error(str(refused), refused.status, refused.code)
+    return web.json_response(body, status=refused.status, headers=headers)
 
 
-def _not_found() -> web.Response:
+def _not_found(request: web.Request) -> web.Response:
     """The only answer that made every measured client stop at once."""
-    error = chat.error("this session is closed or its key is unknown", "invalid_request_error", "model_not_found")
-    return web.json_response(error, status=404)
+    body = dialects.of_path(request.path).error("this session is closed or its key is unknown", 404, "model_not_found")
+    return web.json_response(body, status=404)
 
 
 @web.middleware
 async def json_errors(request: web.Request, handler: Any) -> web.StreamResponse:
     """aiohttp's own errors (no such route, body too large), and a store that cannot be written, in the shape that agents read."""
+    dialect = dialects.of_path(request.path)
     try:
         response: web.StreamResponse = await handler(request)
         return response
     except web.HTTPException as error:
-        body = chat.error(error.reason, "invalid_request_error", None)
-        return web.json_response(body, status=error.status)
+        return web.json_response(dialect.error(error.reason, error.status, None), status=error.status)
     except StoreError as error:
-        return web.json_response(chat.error(str(error), "server_error", None), status=503)
+        return web.json_response(dialect.error(str(error), 503, None), status=503)

@@ -24,7 +24,7 @@ from capture_proxy.metrics import Metrics
 from capture_proxy.pool import EnginePool
 from capture_proxy.reasons import Reason
 from capture_proxy.refusal import CONTEXT_FULL, CallRefused, refusal_of
-from capture_proxy.rendering import message_of
+from capture_proxy.rendering import chat_fields, message_of
 from capture_proxy.sampling import Sampled, sample_by_chat, sample_by_tokens
 from capture_proxy.session import RunningCall, Session
 from capture_proxy.settings import Settings
@@ -59,6 +59,21 @@ async def perform(ctx: Context, session: Session, call: AgentCall, body: dict[st
         failure = refusal_of(error)
         _close(ctx, session, running, failure.reason, str(error))
         raise failure from error
+
+
+async def count(ctx: Context, session: Session, call: AgentCall) -> int:
+    """Tokens of the call's prompt as the engine renders it. Raises `EngineError`."""
+    fields = {"messages": call.messages, **chat_fields(call, session.spec.template.chat_template_kwargs)}
+
+    async def work(engine: Engine) -> int:
+        if (await engine.info()).token_routes:
+            return len((await engine.render(fields)).ids)
+        counted = await engine.count(fields)
+        if counted is None:
+            raise EngineError(f"engine {engine.url} counts no tokens: it has neither the token routes nor /tokenize")
+        return counted
+
+    return await ctx.pool.use(session.id, work)
 
 
 def _close(ctx: Context, session: Session, running: RunningCall, reason: Reason, detail: str | None) -> None:
@@ -141,7 +156,8 @@ def _turn(ctx: Context, session: Session, call: AgentCall, running: RunningCall,
     sample, parsed = done.sample, done.parsed
     calls = tuple(ToolCall(f"call_{running.key}{i:02x}", name, arguments) for i, (name, arguments) in enumerate(parsed.calls))
     finish = "tool_calls" if calls and sample.finish_reason == "stop" else sample.finish_reason
-    reply = Reply(parsed.content, parsed.reasoning, calls, finish, len(done.prompt), len(sample.ids), sample.cached_tokens)
+    stop = sample.stop_reason if isinstance(sample.stop_reason, str) else None
+    reply = Reply(parsed.content, parsed.reasoning, calls, finish, len(done.prompt), len(sample.ids), sample.cached_tokens, stop)
     if not len(done.prompt):
         return reply, None
     versions, ranged = _versions(ctx, done)

@@ -40,6 +40,8 @@ class Reply:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
+    stop: str | None = None
+    """The stop string that ended it, of those that the agent asked for."""
 
     def message(self) -> Message:
         """The reply as a message of the history."""

@@ -1,6 +1,6 @@
 """Why an agent gets an error instead of an answer, independent of its dialect.
 
-Invariant: no 4xx is labelled a server error (clients retry those), and whatever a client may usefully repeat says when.
+Invariant: whatever a client may usefully repeat says when.
 """
 
 from __future__ import annotations
@@ -21,11 +21,6 @@ class CallRefused(Exception):
         self.code = code
         self.reason = reason
         self.retry_after_s = retry_after_s
-
-    @property
-    def kind(self) -> str:
-        """The error object's `type`. Clients retry a 4xx that says `server_error`, so none does."""
-        return "invalid_request_error" if self.status < 429 else "rate_limit_error" if self.status == 429 else "server_error"
 
 
 def refusal_of(error: EngineError | StoreError) -> CallRefused:

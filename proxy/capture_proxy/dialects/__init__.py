@@ -6,6 +6,11 @@ keeps no state, so that each can be read and tested alone.
 
 from types import ModuleType
 
-from capture_proxy.dialects import chat
+from capture_proxy.dialects import anthropic, chat
 
-BY_NAME: dict[str, ModuleType] = {chat.NAME: chat}
+BY_NAME: dict[str, ModuleType] = {dialect.NAME: dialect for dialect in (chat, anthropic)}
+
+
+def of_path(path: str) -> ModuleType:
+    """The dialect in which a client of this route reads errors."""
+    return anthropic if "/v1/messages" in path else chat

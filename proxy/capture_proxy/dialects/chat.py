@@ -10,20 +10,15 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from capture_proxy.dialects.wire import BadRequest, event, folded, pieces, retried, stop_strings, whole_number
 from capture_proxy.messages import AgentCall, Message, Reply
 
 NAME = "chat"
-PIECE = 8192
-"""Longest text in one streamed delta, so that no client's line buffer overflows."""
 
 _SAMPLING_FIELDS = (
     "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed", "max_tokens",
     "max_completion_tokens", "stop", "logit_bias", "tool_choice", "response_format", "reasoning_effort", "parallel_tool_calls",
 )  # fmt: skip
-
-
-class BadRequest(Exception):
-    """The request cannot be served; the message says which field and why."""
 
 
 def parse(body: Any, headers: Mapping[str, str]) -> AgentCall:
@@ -36,7 +31,7 @@ def parse(body: Any, headers: Mapping[str, str]) -> AgentCall:
     if body.get("n") not in (None, 1):
         raise BadRequest(f"n: only 1 answer per call is served, got {body['n']!r}")
     options = body.get("stream_options")
-    retries = headers.get("x-stainless-retry-count", "0")
+    max_completion, max_tokens = (whole_number(body.get(field), field) for field in ("max_completion_tokens", "max_tokens"))
     return AgentCall(
         dialect=NAME,
         model=str(body.get("model") or "policy"),
@@ -44,12 +39,12 @@ def parse(body: Any, headers: Mapping[str, str]) -> AgentCall:
         tools=_tools(body.get("tools")),
         stream=body.get("stream") is True,
         include_usage=isinstance(options, dict) and options.get("include_usage") is True,
-        max_tokens=_max_tokens(body),
-        stop=_stop(body.get("stop")),
+        max_tokens=max_completion or max_tokens,
+        stop=stop_strings(body.get("stop"), "stop"),
         tool_choice=_tool_choice(body.get("tool_choice")),
         response_format=_response_format(body.get("response_format")),
         requested_sampling={key: body[key] for key in _SAMPLING_FIELDS if body.get(key) is not None},
-        retry_mark=retries.isdigit() and int(retries) > 0,
+        retry_mark=retried(headers),
         agent_id=headers.get("x-session-id"),
     )
 
@@ -83,7 +78,7 @@ def _content(content: Any, where: str) -> Any:
         if kind not in ("text", "refusal") or not isinstance(part.get(field), str):
             raise BadRequest(f"{where}.content[{i}]: a part of type {kind!r} is not supported by this text model")
         parts.append({"type": "text", "text": part[field]})
-    return parts[0]["text"] if len(parts) == 1 else parts
+    return folded(parts)
 
 
 def _tool_call(call: Any, where: str) -> dict[str, Any]:
@@ -122,26 +117,6 @@ def _response_format(value: Any) -> Any:
     raise BadRequest("response_format: its type must be text, json_object or json_schema")
 
 
-def _max_tokens(body: dict[str, Any]) -> int | None:
-    for field in ("max_completion_tokens", "max_tokens"):
-        value = body.get(field)
-        if value is None:
-            continue
-        if type(value) is not int or value < 1:
-            raise BadRequest(f"{field}: must be a whole number >= 1, got {value!r}")
-        return value
-    return None
-
-
-def _stop(value: Any) -> tuple[str, ...]:
-    if value is None:
-        return ()
-    items = [value] if isinstance(value, str) else value
-    if not isinstance(items, list) or not all(isinstance(item, str) and item for item in items):
-        raise BadRequest("stop: must be a string or a list of non-empty strings")
-    return tuple(items)
-
-
 def _usage(reply: Reply) -> dict[str, Any]:
     return {
         "prompt_tokens": reply.prompt_tokens,
@@ -170,7 +145,7 @@ def _chunk(call: AgentCall, response_id: str, created: int, delta: dict[str, Any
     finish = extra.pop("finish_reason", None)
     choices = [] if delta is None else [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}]
     body = {"id": response_id, "object": "chat.completion.chunk", "created": created, "model": call.model, "choices": choices, **extra}
-    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace") + b"\n\n"
+    return event(body)
 
 
 def stream_head(call: AgentCall, response_id: str, created: int) -> bytes:
@@ -186,12 +161,12 @@ def noop(call: AgentCall, response_id: str, created: int) -> bytes:
 def stream_body(answer: Reply, call: AgentCall, response_id: str, created: int) -> Iterator[bytes]:
     """All events after the head, terminal marker included."""
     for name, text in (("reasoning_content", answer.reasoning), ("content", answer.content)):
-        for piece in _pieces(text or ""):
+        for piece in pieces(text or ""):
             yield _chunk(call, response_id, created, {name: piece})
     for index, tool in enumerate(answer.tool_calls):
         head = {"index": index, "id": tool.id, "type": "function", "function": {"name": tool.name, "arguments": ""}}
         yield _chunk(call, response_id, created, {"tool_calls": [head]})
-        for piece in _pieces(tool.arguments):
+        for piece in pieces(tool.arguments):
             yield _chunk(call, response_id, created, {"tool_calls": [{"index": index, "function": {"arguments": piece}}]})
     yield _chunk(call, response_id, created, {}, finish_reason=answer.finish_reason)
     if call.include_usage:
@@ -199,16 +174,12 @@ def stream_body(answer: Reply, call: AgentCall, response_id: str, created: int) 
     yield b"data: [DONE]\n\n"
 
 
-def _pieces(text: str) -> Iterator[str]:
-    for start in range(0, len(text), PIECE):
-        yield text[start : start + PIECE]
-
-
-def error(message: str, kind: str, code: str | None) -> dict[str, Any]:
-    """The dialect's error object."""
+def error(message: str, status: int, code: str | None) -> dict[str, Any]:
+    """The dialect's error object. Clients retry a 4xx that says `server_error`, so none does."""
+    kind = "invalid_request_error" if status < 429 else "rate_limit_error" if status == 429 else "server_error"
     return {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
 
 def stream_error(message: str) -> bytes:
     """An error after the headers are out; the connection is aborted right after it."""
-    return b"data: " + json.dumps(error(message, "server_error", None)).encode() + b"\n\n"
+    return event(error(message, 500, None))
