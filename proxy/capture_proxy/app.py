@@ -129,6 +129,7 @@ def add_agent_routes(app: web.Application, proxy: Proxy, only: str | None = None
     routes = AgentRoutes(proxy, only)
     for prefix in ("", "/s/{key}"):
         app.router.add_post(prefix + "/v1/chat/completions", partial(routes.call, dialects.chat))
+        app.router.add_post(prefix + "/v1/responses", partial(routes.call, dialects.responses))
         app.router.add_post(prefix + "/v1/messages", partial(routes.call, dialects.anthropic))
         app.router.add_post(prefix + "/v1/messages/count_tokens", partial(routes.count, dialects.anthropic))
         app.router.add_get(prefix + "/v1/models", routes.models)

@@ -57,6 +57,16 @@ class Reply:
 
 
 @dataclass(frozen=True)
+class ToolForm:
+    """How a tool that is a function to the model is written on the wire."""
+
+    kind: str
+    """`function`, `custom` (free text) or `local_shell`."""
+    name: str
+    namespace: str | None = None
+
+
+@dataclass(frozen=True)
 class AgentCall:
     """What an agent asks for, whichever dialect it spoke."""
 
@@ -75,6 +85,10 @@ class AgentCall:
     """What the agent asked of the sampler; recorded, and overridden by the session's policy."""
     retry_mark: bool = False
     """The client's SDK says that this request repeats one that it gave up."""
+    tool_forms: dict[str, ToolForm] = field(default_factory=dict)
+    """By the name that the model sees; empty where every tool is a plain function."""
+    left_out: tuple[str, ...] = ()
+    """What of the request the model is not shown, by name: tools that a server would run, volatile lines."""
     agent_id: str | None = None
     """The client's own name for the (sub-)agent that calls, where it sends one."""
 

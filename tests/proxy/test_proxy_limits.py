@@ -332,7 +332,7 @@ async def test_i14_a_compressed_bomb_is_refused_at_its_expanded_size(engine: Fak
 async def test_unknown_routes_are_404_json_and_no_engine_route_is_reachable(served: Served, engine: FakeEngine) -> None:
     created = await served.session()
     headers = {"Authorization": f"Bearer {created.api_key}"}
-    for path in ("/pause", "/weight_info", "/inference/v1/generate", "/v1/chat/completions/render", "/tokenize", "/v1/responses", "/"):
+    for path in ("/pause", "/weight_info", "/inference/v1/generate", "/v1/chat/completions/render", "/tokenize", "/v1/completions", "/"):
         async with served.http.post(served.url + path, json={}, headers=headers) as response:
             assert response.status in (404, 405)
             assert "error" in await response.json()

@@ -6,9 +6,9 @@ keeps no state, so that each can be read and tested alone.
 
 from types import ModuleType
 
-from capture_proxy.dialects import anthropic, chat
+from capture_proxy.dialects import anthropic, chat, responses
 
-BY_NAME: dict[str, ModuleType] = {dialect.NAME: dialect for dialect in (chat, anthropic)}
+BY_NAME: dict[str, ModuleType] = {dialect.NAME: dialect for dialect in (chat, responses, anthropic)}
 
 
 def of_path(path: str) -> ModuleType:

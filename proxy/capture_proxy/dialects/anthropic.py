@@ -29,7 +29,7 @@ def parse(body: Any, headers: Mapping[str, str]) -> AgentCall:
     given = body.get("messages")
     if not isinstance(given, list) or not given:
         raise BadRequest("messages: a non-empty list is required")
-    messages = _system(body.get("system"))
+    messages, left_out = _system(body.get("system"))
     for i, message in enumerate(given):
         messages += _messages(message, f"messages[{i}]")
     choice = body.get("tool_choice")
@@ -45,16 +45,19 @@ def parse(body: Any, headers: Mapping[str, str]) -> AgentCall:
         tool_choice=_tool_choice(choice),
         requested_sampling={key: body[key] for key in _SAMPLING_FIELDS if body.get(key) is not None},
         retry_mark=retried(headers),
+        left_out=left_out,
         agent_id=headers.get("x-claude-code-agent-id"),
     )
 
 
-def _system(value: Any) -> list[Message]:
+def _system(value: Any) -> tuple[list[Message], tuple[str, ...]]:
+    """The leading message, if any, and the rules that left blocks out."""
     if value is None:
-        return []
+        return [], ()
     texts = [{"type": "text", "text": value}] if isinstance(value, str) else _texts(value, "system")
-    kept = [part for part in texts if not volatile.dropped(part["text"])]
-    return [{"role": "system", "content": folded(kept)}] if kept else []
+    rules = [volatile.dropped(part["text"]) for part in texts]
+    kept = [part for part, rule in zip(texts, rules, strict=True) if rule is None]
+    return [{"role": "system", "content": folded(kept)}] if kept else [], tuple(rule for rule in rules if rule)
 
 
 def _messages(message: Any, where: str) -> list[Message]:
