@@ -132,6 +132,7 @@ def add_agent_routes(app: web.Application, proxy: Proxy, only: str | None = None
         app.router.add_post(prefix + "/v1/responses", partial(routes.call, dialects.responses))
         app.router.add_post(prefix + "/v1/messages", partial(routes.call, dialects.anthropic))
         app.router.add_post(prefix + "/v1/messages/count_tokens", partial(routes.count, dialects.anthropic))
+        app.router.add_post(prefix + "/{api:v1|v1beta}/models/{model:[^:]+}:{verb}", routes.gemini)
         app.router.add_get(prefix + "/v1/models", routes.models)
         app.router.add_get(prefix + "/v1/models/{name:.+}", routes.models)
 
@@ -151,6 +152,15 @@ class AgentRoutes:
         card = {"id": name, "object": "model", "created": 0, "owned_by": "capture-proxy"}
         return web.json_response(card if "name" in request.match_info else {"object": "list", "data": [card]})
 
+    async def gemini(self, request: web.Request) -> web.StreamResponse:
+        """This dialect says in the path which model it asks and whether it streams."""
+        model, verb = request.match_info["model"], request.match_info["verb"]
+        if verb == "countTokens":
+            return await self.count(dialects.gemini, request)
+        if verb == "generateContent" or (verb == "streamGenerateContent" and request.query.get("alt") == "sse"):
+            return await self.call(dialects.gemini, request, model=model, stream=verb == "streamGenerateContent")
+        raise web.HTTPNotFound(reason=f"{verb}: served are generateContent, streamGenerateContent with alt=sse, and countTokens")
+
     async def count(self, dialect: ModuleType, request: web.Request) -> web.StreamResponse:
         """How many tokens the engine makes of a request. Nothing of it is recorded."""
         session = self._session(request)
@@ -164,8 +174,8 @@ class AgentRoutes:
         except EngineError as error:
             return _error(request, refusal_of(error))
 
-    async def call(self, dialect: ModuleType, request: web.Request) -> web.StreamResponse:
-        """One call of the agent."""
+    async def call(self, dialect: ModuleType, request: web.Request, **fields: Any) -> web.StreamResponse:
+        """One call of the agent. `fields` are what its dialect says outside the body; they are recorded with it."""
         session = self._session(request)
         if session is None or session.state == "sealed":
             if session is not None:
@@ -176,7 +186,7 @@ class AgentRoutes:
         except StoreError as error:
             return _error(request, CallRefused(503, None, str(error), Reason.ENGINE_FAILED, retry_after_s=5))
         try:
-            body = await _body(request, self.proxy.settings.body_timeout_s)
+            body = await _body(request, self.proxy.settings.body_timeout_s) | fields
             call = dialect.parse(body, request.headers)
         except (BadRequest, web.HTTPRequestEntityTooLarge) as error:
             session.end(running.seq, Reason.REFUSED, str(error))

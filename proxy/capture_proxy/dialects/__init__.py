@@ -4,13 +4,16 @@ A dialect module offers `parse(body, headers) -> AgentCall`, `reply(...)`, `stre
 keeps no state, so that each can be read and tested alone.
 """
 
+import re
 from types import ModuleType
 
-from capture_proxy.dialects import anthropic, chat, responses
+from capture_proxy.dialects import anthropic, chat, gemini, responses
 
-BY_NAME: dict[str, ModuleType] = {dialect.NAME: dialect for dialect in (chat, responses, anthropic)}
+BY_NAME: dict[str, ModuleType] = {dialect.NAME: dialect for dialect in (chat, responses, anthropic, gemini)}
 
 
 def of_path(path: str) -> ModuleType:
     """The dialect in which a client of this route reads errors."""
-    return anthropic if "/v1/messages" in path else chat
+    if "/v1/messages" in path:
+        return anthropic
+    return gemini if "/v1beta/" in path or re.search(r"/models/[^/]+:\w+$", path) else chat
