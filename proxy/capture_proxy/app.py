@@ -11,6 +11,7 @@ import asyncio
 import json
 import logging
 import secrets
+from dataclasses import replace
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -188,6 +189,8 @@ class AgentRoutes:
         try:
             body = await _body(request, self.proxy.settings.body_timeout_s) | fields
             call = dialect.parse(body, request.headers)
+            if (rule := session.spec.roles.find(call, request.headers)) is not None:
+                call = replace(call, role=(rule.role, rule.name))
         except (BadRequest, web.HTTPRequestEntityTooLarge) as error:
             session.end(running.seq, Reason.REFUSED, str(error))
             session.leave(running)

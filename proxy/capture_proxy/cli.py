@@ -1,7 +1,7 @@
 """Command line of the proxy.
 
-Invariant: exactly one line on stdout, when the proxy is ready; everything else goes to stderr. SIGTERM and SIGINT end it within seconds,
-and a wrong flag ends it with one line that says what to change.
+Invariant: a proxy that serves writes one line to stdout, when it is ready; everything else goes to stderr. SIGTERM and SIGINT end it
+within seconds, and a wrong flag ends it with one line that says what to change.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from capture_proxy.admin import main_app
 from capture_proxy.app import Proxy
 from capture_proxy.auth import key_hash
 from capture_proxy.handoff import HandoffServer
+from capture_proxy.roles import listing
 from capture_proxy.settings import Settings
 from capture_proxy.store import StoreError
 
@@ -31,7 +32,11 @@ SHUTDOWN_S = 2.0
 
 def parser() -> argparse.ArgumentParser:
     """The proxy's flags."""
-    p = argparse.ArgumentParser(prog="capture-proxy", description="Records, token by token, what an agent asks of an engine.")
+    p = argparse.ArgumentParser(
+        prog="capture-proxy",
+        description="Records, token by token, what an agent asks of an engine.",
+        epilog="`capture-proxy rules` lists the rules by which side calls of known agents are told.",
+    )
     p.add_argument("--engine", action="append", required=True, metavar="URL", help="base URL of a vLLM server; may be repeated")
     p.add_argument("--model", required=True, metavar="NAME", help="the model name that the engines serve")
     p.add_argument("--store", required=True, type=Path, metavar="DIR", help="folder of the session logs")
@@ -98,6 +103,9 @@ async def serve(settings: Settings) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0 after a signal, 1 when it cannot run, 2 for wrong input."""
+    if (sys.argv[1:] if argv is None else list(argv)) == ["rules"]:
+        print(listing())
+        return 0
     args = parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     # One descriptor per open session and connection: use all that the system allows.

@@ -67,6 +67,7 @@ class ProxyClient:
         limits: dict[str, Any] | None = None,
         template: dict[str, Any] | None = None,
         history: str = "template",
+        roles: dict[str, Any] | None = None,
         script: list[dict[str, Any]] | None = None,
     ) -> CreatedSession:
         """Opens a session. `script` makes it a demonstration: its assistant turns come from the script."""
@@ -76,6 +77,7 @@ class ProxyClient:
             "limits": limits or {},
             "template": template or {},
             "history": history,
+            "roles": roles or {},
         }
         if script is not None:
             body["script"] = script

@@ -61,6 +61,8 @@ class Turn:
     """The turn whose answer the request's history holds, whether or not the tokens could be kept."""
     tool_call_ids: tuple[str, ...] = ()
     has_tools: bool = False
+    ruled: str | None = None
+    """The role that a rule gave this call (`roles`)."""
     retry_mark: bool = False
 
     @property
@@ -173,7 +175,7 @@ class TurnGraph:
             else:
                 branch[turn.node_id], branches = branches, branches + 1
             roles[turn.node_id] = roles[turn.parent] if turn.parent is not None else _root_role(turn, main)
-            role = roles[turn.node_id]
+            role = turn.ruled or roles[turn.node_id]
             reason = turn.reason
             if reason is None and turn.node_id not in used:
                 reason = _unused_reason(turn, by_chain[turn.chain])
@@ -184,13 +186,15 @@ class TurnGraph:
 
 
 def _main_root(turns: Iterable[Turn]) -> Turn | None:
-    """The first root with tools, or the first root when no call of the session has tools."""
-    roots = [turn for turn in turns if turn.parent is None]
+    """The first root with tools, or the first root when no call of the session has tools; of those that no rule gives another role."""
+    roots = [turn for turn in turns if turn.parent is None and turn.ruled is None]
     return next((turn for turn in roots if turn.has_tools), roots[0] if roots else None)
 
 
 def _root_role(turn: Turn, main: Turn | None) -> str:
     """A root without tools beside an agent with tools is a side call; one with another system message is a sub-agent."""
+    if turn.ruled is not None:
+        return turn.ruled
     if main is None or turn is main:
         return "agent"
     if main.has_tools and not turn.has_tools:

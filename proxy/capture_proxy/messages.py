@@ -89,6 +89,8 @@ class AgentCall:
     """By the name that the model sees; empty where every tool is a plain function."""
     left_out: tuple[str, ...] = ()
     """What of the request the model is not shown, by name: tools that a server would run, volatile lines."""
+    role: tuple[str, str] | None = None
+    """The role that a rule gives the call, and the rule's name (`roles`)."""
     agent_id: str | None = None
     """The client's own name for the (sub-)agent that calls, where it sends one."""
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _PLAIN = (
     "node_id", "seq", "parent", "base", "keep", "request", "response", "meta", "rendered_len", "rendered_hash", "continues",
-    "has_tools", "retry_mark",
+    "has_tools", "ruled", "retry_mark",
 )  # fmt: skip
 _KEYS = ("chain", "reply_key", "system_key")
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from capture_proxy.roles import RoleRules
 from capture_proxy.scripted import ScriptedTurn
 
 Count = Annotated[int, Field(ge=1, strict=True)]
@@ -63,5 +64,7 @@ class SessionSpec(BaseModel):
     template: Template = Field(default_factory=Template)
     history: Literal["template"] = "template"
     """The model sees what template and client show; text that is unchanged keeps its sampled ids."""
+    roles: RoleRules = Field(default_factory=RoleRules)
+    """Which calls are side calls, where the built-in rules are not right."""
     script: list[ScriptedTurn] | None = None
     """Assistant turns to give instead of sampling."""
