@@ -84,6 +84,8 @@ class FakeEngine:
     statuses: deque[int] = field(default_factory=deque)
     """HTTP statuses that the next generate or chat requests get instead of an answer; -1 resets the connection, 302 redirects."""
     redirect_to: str = "http://127.0.0.1:9/"
+    asides: dict[str, str] = field(default_factory=dict)
+    """Words of a prompt -> the answer to such prompts, beside the script."""
     script: deque[Said] = field(default_factory=deque)
     requests: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     active: int = 0
@@ -267,7 +269,12 @@ class FakeEngine:
         return _error(status, f"told to answer {status}")
 
     async def _sample(self, prompt: list[int], params: dict[str, Any]) -> tuple[list[int], Said]:
-        said = self.script.popleft() if self.script else Said(self.default_text, style=self.default_style)
+        shown = self.tokenizer.decode(prompt) if self.asides else ""
+        aside = next((answer for words, answer in self.asides.items() if words in shown), None)
+        if aside is not None:
+            said = Said(aside)
+        else:
+            said = self.script.popleft() if self.script else Said(self.default_text, style=self.default_style)
         self.active += 1
         try:
             await asyncio.sleep(said.delay_s or self.delay_s)
