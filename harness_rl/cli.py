@@ -84,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
 
     agents = commands.add_parser("agents", help="agent layers").add_subparsers(required=True, metavar="ACTION")
     build = agents.add_parser("build", help="build an agent's layer (and the sandbox's root file system)")
-    build.add_argument("name", metavar="NAME", help="mini-swe-agent")
+    build.add_argument("name", metavar="NAME", help="mini-swe-agent or opencode")
     build.set_defaults(command=_agents_build)
 
     tasks = commands.add_parser("tasks", help="task folders").add_subparsers(required=True, metavar="ACTION")

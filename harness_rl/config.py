@@ -82,8 +82,8 @@ class ProxySection(Section):
 
 class HarnessSection(Section):
     name: str = "mini-swe-agent"
-    model_class: Literal["light", "litellm"] = "light"
-    """mini-swe-agent: `light` starts in a tenth of the time; `litellm` is the stock class."""
+    model_class: str | None = None
+    """None: the harness's default. mini-swe-agent: `light` (default) starts in a tenth of the time; `litellm` is the stock class."""
     config: Path | None = None
     """An ordinary configuration file of the agent, merged over its defaults."""
     step_limit: int = Field(0, ge=0)

@@ -68,7 +68,9 @@ def resolve_inputs(
 ) -> Inputs:
     """Raises UserError for the first thing that is missing."""
     if factory is None:
-        check_name(config.harness.name)
+        harness = check_name(config.harness.name, config.harness.model_class)
+        if config.harness.step_limit and not harness.step_limit:
+            raise UserError(f"harness.step_limit: {config.harness.name} has no such limit of its own; use rollout.max_calls")
         if config.tasks.train is None:
             raise UserError("tasks.train: name the folder of training tasks")
         factory = HarborSessionFactory.from_config(config, config.tasks.train)

@@ -2,8 +2,7 @@
 measured in a target range.
 
 A scripted policy plays each task's own solution inside the real agent; the engine renders, tokenises and scores it; the trace says
-`demonstration`. The result is
-a model folder named by everything that it depends on, so that a second run finds it.
+`demonstration`. The result is a model folder named by everything that it depends on, so that a second run finds it.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from harness_rl.agents.registry import check_name
 from harness_rl.config import RunConfig
 from harness_rl.errors import HarnessRLError
 from harness_rl.learner.rows import Row, build_rows
@@ -32,9 +32,6 @@ from harness_rl.orchestrator.services import Services
 from harness_rl.paths import cache_dir
 from harness_rl.sessions.base import SessionFactory
 from harness_rl.tasks.load import read_task, solution_commands
-
-SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
-"""How mini-swe-agent is told that the work is done."""
 
 
 @dataclass(frozen=True)
@@ -73,10 +70,9 @@ class Target:
         return None
 
 
-def script_of(task: Path) -> list[dict[str, Any]]:
-    """A task's solution as assistant turns: one bash call with the solution's commands, then the submission. Raises UserError."""
-    commands = (solution_commands(read_task(task)), SUBMIT)
-    return [{"content": None, "tool_calls": [{"name": "bash", "arguments": {"command": command}}]} for command in commands]
+def script_of(task: Path, harness: str) -> list[dict[str, Any]]:
+    """A task's solution as assistant turns of a policy inside `harness`. Raises UserError."""
+    return check_name(harness).script(solution_commands(read_task(task)))
 
 
 def warm_start_path(config: RunConfig, factory: SessionFactory, model_path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -237,7 +233,8 @@ async def _demonstrate(config: RunConfig, runner: RolloutRunner, rows: list[dict
 
     async def one(index: int, row: dict[str, Any]) -> list[Row]:
         async with slots:
-            rollout = await runner.run(row, group_id=f"demo-{step:03d}", member=index, seed=index, script=script_of(Path(row["task_path"])))
+            script = script_of(Path(row["task_path"]), runner.factory.identity()["harness"])
+            rollout = await runner.run(row, group_id=f"demo-{step:03d}", member=index, seed=index, script=script)
         if rollout.outcome is None or rollout.reward is None or rollout.reward <= 0:
             raise HarnessRLError(
                 f"warm-up: the solution of {task_name(row)} got reward {rollout.reward} ({', '.join(rollout.causes) or 'verified'}); "

