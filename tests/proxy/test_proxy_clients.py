@@ -49,7 +49,8 @@ def program(name: str) -> Path:
         shutil.copytree(HERE / name, place)
         # Not `ci`: it wants the optional packages of other systems in the lock file too.
         npm = [NODE / "bin/node", NODE / "lib/node_modules/npm/bin/npm-cli.js", "install", "--no-save", "--ignore-scripts"]
-        subprocess.run([*npm, "--no-audit", "--no-fund"], cwd=place, check=True)
+        env = {"NODE_EXTRA_CA_CERTS": "/etc/ssl/certs/ca-certificates.crt", **os.environ}  # it brings authorities of its own
+        subprocess.run([*npm, "--no-audit", "--no-fund"], cwd=place, env=env, check=True)
         if script := POSTINSTALL.get(name):
             path = place / "node_modules" / script
             subprocess.run([NODE / "bin/node", path.name], cwd=path.parent, check=True)
