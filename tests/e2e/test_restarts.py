@@ -24,7 +24,7 @@ from harness_rl.sandboxes.reaper import audit
 
 pytestmark = [pytest.mark.full, pytest.mark.engine, pytest.mark.root]
 LEARNER, PROXY, WORKER, SANDBOX = b"harness_rl.learner", b"capture_proxy", b"VLLM::Worker", b"sandboxes.supervisor"
-CONTROL_IS_DEAD, STEPS = -9, 3
+CONTROL, CONTROL_IS_DEAD, STEPS = b"harness_rl.cli", -9, 3
 SETTINGS = [f"run.steps={STEPS}", "checkpoint.every=1", *(f"{part}.max_restarts=3" for part in ("engine", "learner", "proxy"))]
 OPTIONS = [part for setting in SETTINGS for part in ("--set", setting)]
 
@@ -55,16 +55,15 @@ MOMENTS: dict[str, Callable[[Run, Path], bool]] = {
 }
 
 
-def await_moment(run: Run, folder: Path, moment: str) -> int:
-    """Returns in that moment, with the supervisor of a sandbox that runs in it."""
+def await_moment(run: Run, folder: Path, moment: str, part: bytes = CONTROL) -> int:
+    """Returns in that moment, with the pid of a process of `part` that runs in it."""
     deadline = time.monotonic() + 400
     while time.monotonic() < deadline:
-        assert run.process.poll() is None, run.said[-3000:]
-        with contextlib.suppress(LookupError):
-            sandbox = find(run.process.pid, SANDBOX)
-            if MOMENTS[moment](run, folder):
-                return sandbox
-        time.sleep(0.1)
+        assert run.process.poll() is None, f"{moment} was never seen: {run.said[-3000:]}"
+        if MOMENTS[moment](run, folder):
+            with contextlib.suppress(LookupError):
+                return run.process.pid if part == CONTROL else find(run.process.pid, part)
+        time.sleep(0.05)
     raise AssertionError(f"{moment} was never seen: {run.said[-3000:]}")
 
 
@@ -98,9 +97,9 @@ def test_a_part_is_killed_at_each_moment_and_started_again(
     with running(str(config), *OPTIONS, log=tmp_path / "output.log") as run:
         run.until("-0 proven")
         for moment in MOMENTS:
-            await_moment(run, folder, moment)
+            victim = await_moment(run, folder, moment, part)
             recovered, proven = run.said.count(recovery), run.said.count(" proven")
-            run.kill(part)
+            os.kill(victim, signal.SIGKILL)
             until_said_again(run, recovery, recovered)
             if part != PROXY:
                 until_said_again(run, " proven", proven)  # weights that were pushed anew, before anything else is killed
@@ -110,10 +109,11 @@ def test_a_part_is_killed_at_each_moment_and_started_again(
 
 def test_whole_trees_of_running_sandboxes_are_killed_at_each_moment_and_their_rollouts_are_made_again(config: Path, tmp_path: Path) -> None:
     folder = tmp_path / "killed"
-    with running(str(config), *OPTIONS, log=tmp_path / "output.log") as run:
+    # One rollout at a time: some always run, whatever the learner does.
+    with running(str(config), *OPTIONS, "--set", "rollout.max_concurrent_rollouts=1", log=tmp_path / "output.log") as run:
         run.until("-0 proven")
         for moment in MOMENTS:
-            supervisor = await_moment(run, folder, moment)
+            supervisor = await_moment(run, folder, moment, SANDBOX)
             for pid in [*descendants(supervisor), supervisor]:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -126,8 +126,7 @@ def test_control_is_killed_at_each_moment_and_the_run_is_resumed_from_the_newest
     for life, moment in enumerate(MOMENTS):
         with running(*arguments, *OPTIONS, log=tmp_path / f"life-{life}.log") as run:
             run.until(" proven")
-            await_moment(run, folder, moment)
-            run.process.kill()
+            os.kill(await_moment(run, folder, moment), signal.SIGKILL)
             assert run.process.wait(10) == CONTROL_IS_DEAD
         arguments = ["--resume", str(folder)]
     with running(*arguments, *OPTIONS, log=tmp_path / "last.log") as run:
