@@ -88,6 +88,8 @@ class FakeEngine:
     """Words of a prompt -> the answer to such prompts, beside the script."""
     script: deque[Said] = field(default_factory=deque)
     requests: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    sampled: list[tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
+    """Prompt and answer of every generation that came to its end."""
     active: int = 0
     cancelled: int = 0
     tokenizer: ToyTokenizer = field(default_factory=ToyTokenizer)
@@ -288,7 +290,8 @@ class FakeEngine:
             ids.append(END)
         room = min(params.get("max_tokens") or self.max_model_len, self.max_model_len - len(prompt))
         if len(ids) > room:
-            return ids[:room], Said(said.text, "length")
+            ids, said = ids[:room], Said(said.text, "length")
+        self.sampled.append((tuple(prompt), tuple(ids)))
         return ids, said
 
     def _choice(self, ids: list[int], said: Said, entries: list[dict[str, Any]], name: str) -> dict[str, Any]:
