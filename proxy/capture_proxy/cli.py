@@ -19,6 +19,7 @@ from pathlib import Path
 
 from aiohttp import web
 
+from capture_proxy import replay
 from capture_proxy.admin import main_app
 from capture_proxy.app import Proxy
 from capture_proxy.auth import key_hash
@@ -35,7 +36,8 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="capture-proxy",
         description="Records, token by token, what an agent asks of an engine.",
-        epilog="`capture-proxy rules` lists the rules by which side calls of known agents are told.",
+        epilog="`capture-proxy rules` lists the rules by which side calls of known agents are told; "
+        "`capture-proxy replay STORE` derives every trace of a store anew and compares.",
     )
     p.add_argument("--engine", action="append", required=True, metavar="URL", help="base URL of a vLLM server; may be repeated")
     p.add_argument("--model", required=True, metavar="NAME", help="the model name that the engines serve")
@@ -103,10 +105,13 @@ async def serve(settings: Settings) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0 after a signal, 1 when it cannot run, 2 for wrong input."""
-    if (sys.argv[1:] if argv is None else list(argv)) == ["rules"]:
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    if arguments[:1] == ["rules"]:
         print(listing())
         return 0
-    args = parser().parse_args(argv)
+    if arguments[:1] == ["replay"]:
+        return replay.main(arguments[1:])
+    args = parser().parse_args(arguments)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     # One descriptor per open session and connection: use all that the system allows.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _PLAIN = (
     "node_id", "seq", "parent", "base", "keep", "request", "response", "meta", "rendered_len", "rendered_hash", "continues",
-    "has_tools", "ruled", "retry_mark",
+    "has_tools", "retry_mark",
 )  # fmt: skip
 _KEYS = ("chain", "reply_key", "system_key")
 
@@ -33,6 +33,7 @@ def turn_to_record(turn: Turn) -> tuple[dict[str, Any], dict[str, npt.NDArray[An
     header: dict[str, Any] = {"t": "turn", **{name: getattr(turn, name) for name in _PLAIN}}
     header |= {name: getattr(turn, name).hex() for name in _KEYS}
     header["reason"] = turn.reason.value if turn.reason else None
+    header["ruled"] = turn.ruled
     header["tool_call_ids"] = list(turn.tool_call_ids)
     return header, {"tail": turn.prompt[turn.keep :], "completion": turn.completion, "logps": turn.logps}
 
@@ -49,6 +50,7 @@ def turn_from_record(record: Record, known: Mapping[str, Turn]) -> Turn:
         total=np.concatenate([head, tail, completion]),
         logps=record.arrays["logps"],
         reason=Reason(header["reason"]) if header["reason"] else None,
+        ruled=header.get("ruled"),  # logs from before there were rules have none
         tool_call_ids=tuple(header["tool_call_ids"]),
     )
 
