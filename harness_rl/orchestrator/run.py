@@ -253,7 +253,7 @@ class TrainingRun:
         for _ in range(self.state.step, self.config.run.steps):
             batch = await self.generation.next_batch()
             versions = {version for row in batch.rows for span in row.spans for version, _, _ in span.versions}
-            await self._wait_for_proof({version for version in versions if parse_version(version)[0] == self.lineage})
+            await self._wait_for_proof({version for version in versions if _lineage(version) == self.lineage})
             for row in batch.rows:
                 mark_stale(row, batch.step - 1, self.config.rollout.max_staleness, self._line | {self.lineage: batch.step - 1})
             self._leased[batch.step] = batch
@@ -319,6 +319,15 @@ class TrainingRun:
             f"every group of {limit} rounds had one reward for all its rollouts (mean {mean(rewards):.2f}): nothing can be learned; "
             "make the tasks easier, or warm the model up first (harness-rl warmup)"
         )
+
+
+def _lineage(version: str) -> str:
+    try:
+        return parse_version(version)[0]
+    except ValueError:
+        raise InvariantError(
+            f"rows were sampled by weights that the engine calls {version!r}: it was started again, or updated, by somebody else"
+        ) from None
 
 
 class _EngineIsNew(LearnerGone):

@@ -49,8 +49,9 @@ class Proxy:
         self.settings = settings
         self.store = Store(settings.store, settings.durability)
         self.http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), trust_env=False)
-        engines = [Engine(url, settings.model, self.http, settings.retry, settings.generate_timeout_s) for url in settings.engines]
-        self.ctx = Context(settings, EnginePool(engines), Gate(), Metrics())
+        gate = Gate()
+        engines = [Engine(url, settings.model, self.http, settings.retry, settings.generate_timeout_s, gate) for url in settings.engines]
+        self.ctx = Context(settings, EnginePool(engines), gate, Metrics())
         self.sessions: dict[str, Session] = {}
         self._by_key: dict[str, Session] = {}
         self.listeners: dict[str, list[web.AppRunner]] = {}

@@ -18,6 +18,7 @@ import aiohttp
 import numpy as np
 
 from capture_proxy.codec import Ids, Logps
+from capture_proxy.gate import Gate, HeldTooLong
 from capture_proxy.sample import BadSample, Sample, chat_sample, generate_sample, prompt_scores
 
 T = TypeVar("T")
@@ -88,9 +89,11 @@ class Parsed:
 
 
 class Engine:
-    """One engine. `http` is shared; `model` is the served model name."""
+    """One engine. `http` is shared; `model` is the served model name; nothing is sent while `gate` is held."""
 
-    def __init__(self, url: str, model: str, http: aiohttp.ClientSession, retry: Retry, generate_timeout_s: float) -> None:
+    def __init__(
+        self, url: str, model: str, http: aiohttp.ClientSession, retry: Retry, generate_timeout_s: float, gate: Gate | None = None
+    ) -> None:
         self.url = url.rstrip("/")
         self.model = model
         self.retries = 0
@@ -98,6 +101,7 @@ class Engine:
         self.closing_token: int | None = None
         """The id that ends an assistant turn in the model's template, once it is known (`rendering.closing_token`)."""
         self._http = http
+        self._gate = gate or Gate()
         self._retry = retry
         self._generate_timeout_s = generate_timeout_s
         self._info: EngineInfo | None = None
@@ -214,12 +218,18 @@ class Engine:
     async def _call(
         self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float = CONTROL_TIMEOUT_S
     ) -> dict[str, Any]:
-        """One request, repeated within the retry bounds while the engine is unreachable or overloaded."""
+        """One request, repeated within the retry bounds while the engine is unreachable or overloaded.
+
+        Each try waits for the gate: an engine that was started again answers before it has the policy's weights.
+        """
         deadline = time.monotonic() + self._retry.total_s
         attempt = errors = 0
         while True:
             try:
+                await self._gate.wait()
                 status, answer = await self._once(method, path, body, timeout_s)
+            except HeldTooLong as error:
+                raise EngineUnavailable(f"engine {self.url}{path}: {error}") from error
             except aiohttp.ConnectionTimeoutError as error:
                 status, answer = None, f"no connection within {CONNECT_TIMEOUT_S:g} s ({error})"
             except TimeoutError as error:

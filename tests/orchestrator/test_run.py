@@ -18,7 +18,7 @@ from harness_rl.orchestrator.generation import Generation
 from harness_rl.orchestrator.journal import Journal
 from harness_rl.orchestrator.learner_process import SyncReport
 from harness_rl.orchestrator.rollout import Rollout, RolloutRunner
-from harness_rl.orchestrator.run import TrainingRun
+from harness_rl.orchestrator.run import TrainingRun, _lineage
 from harness_rl.orchestrator.schedule import TaskOrder
 from harness_rl.orchestrator.stepmetrics import step_metrics
 from harness_rl.sessions.base import RolloutFailure
@@ -45,6 +45,12 @@ async def test_tokens_of_an_update_train_only_once_its_proof_has_passed():
 async def test_tokens_that_are_never_proven_stop_the_run_by_name():
     with pytest.raises(InvariantError, match="sampled by a-7"):
         await a_run(timeout_s=0.05)._wait_for_proof({"a-7"})
+
+
+def test_weights_that_nobody_proved_end_the_run_by_name():
+    assert _lineage("ab12-3") == "ab12"
+    with pytest.raises(InvariantError, match="calls 'default': it was started again, or updated, by somebody else"):
+        _lineage("default")
 
 
 async def test_the_first_update_waits_until_the_starting_weights_are_evaluated(tmp_path):

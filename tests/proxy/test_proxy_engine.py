@@ -9,6 +9,8 @@ import pytest
 from fake_engine import FakeEngine
 from proxy_helpers import BASH, USER, Agent, Serve, Served, assert_chain, total, until
 
+from capture_proxy.engine import Retry
+
 ASK = {"model": "m", "messages": USER, "tools": [BASH]}
 BAD_LOGPROBS = ["no_logprobs", "short", "doubled", "shuffled", "swapped", "nan", "null", "floor", "positive"]
 
@@ -296,3 +298,26 @@ async def test_oracle_holds_with_faults_in_between(served: Served, engine: FakeE
         if body["token_ids"] not in seen:
             seen.append(body["token_ids"])
     assert [turn.prompt_token_ids.tolist() for turn in trace.turns] == seen
+
+
+async def test_a_call_under_an_engine_that_is_started_again_waits_for_the_policys_weights(serve: Serve, engine: FakeEngine) -> None:
+    """The new engine answers as soon as it is up, with the weights of its model folder: nothing may be asked of it before the release."""
+    served = await serve(engine.url, retry=Retry(total_s=20.0, base_s=0.01))
+    agent, created = await served.agent()
+    engine.version = "a-1"
+    engine.say("never said", delay_s=30.0)
+    call = asyncio.create_task(agent.ask())
+    await until(lambda: engine.active)
+    await served.admin.hold("engine restart", 10.0)
+    port = int(engine.url.rpartition(":")[2])
+    await engine.stop()
+    engine.version = "default"
+    await engine.start(port)
+    engine.requests.clear()
+    await asyncio.sleep(0.5)
+    assert not call.done() and engine.requests == []
+    engine.version = "a-1"
+    await served.admin.release("a-1")
+    assert (await call)["message"]["content"] == "ok"
+    trace = await served.admin.trace(created.session_id)
+    assert [turn.metadata["weight_versions"][0][0] for turn in trace.turns] == ["a-1"]
