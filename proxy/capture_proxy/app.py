@@ -8,7 +8,6 @@ from here.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import secrets
 from dataclasses import replace
@@ -22,7 +21,7 @@ from aiohttp import web
 from capture_proxy import calls, dialects
 from capture_proxy.auth import agent_key, key_hash, new_key, same_key
 from capture_proxy.calls import Context
-from capture_proxy.dialects.wire import BadRequest
+from capture_proxy.dialects.wire import BadRequest, loads
 from capture_proxy.engine import Engine, EngineError
 from capture_proxy.gate import Gate
 from capture_proxy.messages import AgentCall, Reply
@@ -134,7 +133,7 @@ def add_agent_routes(app: web.Application, proxy: Proxy, only: str | None = None
         app.router.add_post(prefix + "/v1/responses", partial(routes.call, dialects.responses))
         app.router.add_post(prefix + "/v1/messages", partial(routes.call, dialects.anthropic))
         app.router.add_post(prefix + "/v1/messages/count_tokens", partial(routes.count, dialects.anthropic))
-        app.router.add_post(prefix + "/{api:v1|v1beta}/models/{model:[^:]+}:{verb}", routes.gemini)
+        app.router.add_post(prefix + "/{api:v1|v1beta}/models/{model:.+}:{verb:[A-Za-z]+}", routes.gemini)
         app.router.add_get(prefix + "/v1/models", routes.models)
         app.router.add_get(prefix + "/v1/models/{name:.+}", routes.models)
 
@@ -161,7 +160,7 @@ class AgentRoutes:
             return await self.count(dialects.gemini, request)
         if verb == "generateContent" or (verb == "streamGenerateContent" and request.query.get("alt") == "sse"):
             return await self.call(dialects.gemini, request, model=model, stream=verb == "streamGenerateContent")
-        raise web.HTTPNotFound(reason=f"{verb}: served are generateContent, streamGenerateContent with alt=sse, and countTokens")
+        raise web.HTTPNotFound(reason="served are generateContent, streamGenerateContent with alt=sse, and countTokens")
 
     async def count(self, dialect: ModuleType, request: web.Request) -> web.StreamResponse:
         """How many tokens the engine makes of a request. Nothing of it is recorded."""
@@ -197,6 +196,11 @@ class AgentRoutes:
             session.leave(running)
             self.proxy.ctx.metrics.calls[Reason.REFUSED.value] += 1
             return _error(request, CallRefused(getattr(error, "status", 400), None, str(error), Reason.REFUSED))
+        except Exception as error:
+            log.exception("session %s, call %d", session.id, running.seq)
+            session.end(running.seq, Reason.REFUSED, f"internal error: {error!r}")
+            session.leave(running)
+            raise
         except BaseException:
             session.end(running.seq, Reason.ABANDONED, "the client left before its request was complete")
             session.leave(running)
@@ -274,8 +278,8 @@ async def _body(request: web.Request, timeout_s: float) -> dict[str, Any]:
     except TimeoutError as error:
         raise BadRequest(f"the body did not arrive within {timeout_s:g} s") from error
     try:
-        body = await asyncio.to_thread(json.loads, raw) if len(raw) >= BIG_BODY else json.loads(raw)
-    except (ValueError, RecursionError) as error:
+        body = await asyncio.to_thread(loads, raw) if len(raw) >= BIG_BODY else loads(raw)
+    except ValueError as error:
         raise BadRequest(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
         raise BadRequest("the body must be a JSON object")
@@ -305,3 +309,6 @@ async def json_errors(request: web.Request, handler: Any) -> web.StreamResponse:
         return web.json_response(dialect.error(error.reason, error.status, None), status=error.status)
     except StoreError as error:
         return web.json_response(dialect.error(str(error), 503, None), status=503)
+    except Exception:
+        log.exception("%s %s", request.method, request.path.partition("/s/")[0] or "/s/...")
+        return web.json_response(dialect.error("internal error of the capture proxy", 500, None), status=500)

@@ -35,6 +35,12 @@ def bearer(request: web.Request) -> str | None:
 
 
 def agent_key(request: web.Request) -> str | None:
-    """The key an agent sent: in the path, or in one of the headers that clients use."""
+    """The key an agent sent: in the path, in one of the headers that clients use, or as `?key=`."""
     headers = request.headers
-    return request.match_info.get("key") or bearer(request) or headers.get("x-api-key") or headers.get("x-goog-api-key")
+    return (
+        request.match_info.get("key")
+        or bearer(request)
+        or headers.get("x-api-key")
+        or headers.get("x-goog-api-key")
+        or request.query.get("key")
+    )

@@ -59,6 +59,11 @@ async def perform(ctx: Context, session: Session, call: AgentCall, body: dict[st
         failure = refusal_of(error)
         _close(ctx, session, running, failure.reason, str(error))
         raise failure from error
+    except Exception as error:
+        # A fault of ours: the agent and the record hear of it like of any other failure.
+        log.exception("session %s, call %d", session.id, running.seq)
+        _close(ctx, session, running, Reason.ENGINE_FAILED, f"internal error: {error!r}")
+        raise CallRefused(502, None, "internal error of the capture proxy", Reason.ENGINE_FAILED) from error
 
 
 async def count(ctx: Context, session: Session, call: AgentCall) -> int:

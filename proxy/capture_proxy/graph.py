@@ -174,6 +174,7 @@ class TurnGraph:
                 branch[turn.node_id] = branch[turn.parent]
             else:
                 branch[turn.node_id], branches = branches, branches + 1
+            # What a rule says is said of that call alone; what follows it is placed by itself.
             roles[turn.node_id] = roles[turn.parent] if turn.parent is not None else _root_role(turn, main)
             role = turn.ruled or roles[turn.node_id]
             reason = turn.reason
@@ -193,8 +194,6 @@ def _main_root(turns: Iterable[Turn]) -> Turn | None:
 
 def _root_role(turn: Turn, main: Turn | None) -> str:
     """A root without tools beside an agent with tools is a side call; one with another system message is a sub-agent."""
-    if turn.ruled is not None:
-        return turn.ruled
     if main is None or turn is main:
         return "agent"
     if main.has_tools and not turn.has_tools:

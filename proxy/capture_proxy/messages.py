@@ -147,5 +147,5 @@ def context_key(tools: list[dict[str, Any]], template_kwargs: dict[str, Any]) ->
 def _canonical_arguments(arguments: str) -> str:
     try:
         return json.dumps(json.loads(arguments), ensure_ascii=True, sort_keys=False, separators=(",", ":"))
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments.strip()

@@ -48,7 +48,7 @@ def chat_fields(call: AgentCall, template_kwargs: dict[str, Any]) -> dict[str, A
     fields: dict[str, Any] = {}
     if call.tools:
         fields["tools"] = call.tools
-    if call.tool_choice is not None:
+    if call.tools and call.tool_choice is not None:  # a choice without tools is refused by the engine
         fields["tool_choice"] = call.tool_choice
     if call.response_format is not None:
         fields["response_format"] = call.response_format

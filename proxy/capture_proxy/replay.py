@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from capture_proxy.records import trace_from_log
-from capture_proxy.store import StoreError
+from capture_proxy.store import StoreError, read_log
 from capture_proxy.trace import TrainingTrace, hash_ids
 
 
@@ -36,19 +36,29 @@ def main(argv: Sequence[str]) -> int:
     if not logs:
         p.error(f"{args.store} holds no session logs")
     saved = {}
+    failed = turns = tokens = compared = 0
     for path in sorted(args.traces.glob("**/trace.bin")) if args.traces else ():
-        trace = TrainingTrace.from_bytes(path.read_bytes())
+        try:
+            trace = TrainingTrace.from_bytes(path.read_bytes())
+        except ValueError as error:
+            print(f"{path}: {error}")
+            failed += 1
+            continue
         if trace.turns:
             saved[trace.turns[0].node_id] = (path, trace)
-    failed = turns = tokens = compared = 0
     for log in logs:
+        if not log.stat().st_size:
+            continue  # killed before its first record
         found = []
         try:
             trace = trace_from_log(log)
-        except (StoreError, ValueError) as error:
+            found = list(problems(trace))
+            torn = read_log(log).torn_bytes
+        except (StoreError, ValueError, KeyError, TypeError) as error:
             found = [str(error)]
         else:
-            found = list(problems(trace))
+            if torn:
+                found.append(f"{torn} bytes after its last whole record are torn")
             turns += len(trace.turns)
             tokens += sum(len(turn.completion_token_ids) for turn in trace.turns)
             path, other = saved.pop(trace.turns[0].node_id, (None, None)) if trace.turns else (None, None)

@@ -24,10 +24,13 @@ class Rule(BaseModel):
     name: Words
     role: Literal["auxiliary", "compaction", "subagent"]
     """`auxiliary` calls are recorded and never trained; the others are trained."""
+    dialect: Words | None = None
     system: Words | None = None
     """Stands in the leading system message."""
     last_user: Words | None = None
     """Stands in the last message, which is the user's."""
+    last_user_is: Words | None = None
+    """The last message, which is the user's, is this and no more."""
     header: Words | None = None
     """Is sent with the request; `name=words` asks that its value holds them."""
     tools: bool | None = None
@@ -51,8 +54,10 @@ class Rule(BaseModel):
         name, _, words = (self.header or "").partition("=")
         json_answer = (call.response_format or {}).get("type") == "json_schema"
         return (
-            (self.system is None or self.system in system)
+            (self.dialect is None or self.dialect == call.dialect)
+            and (self.system is None or self.system in system)
             and (self.last_user is None or self.last_user in asked)
+            and (self.last_user_is is None or self.last_user_is == asked.strip())
             and (self.header is None or (name in headers and words in headers[name]))
             and (self.tools is None or self.tools == bool(call.tools))
             and (self.json_answer is None or self.json_answer == json_answer)
@@ -64,14 +69,14 @@ RULES = (
     Rule(name="opencode_title", role="auxiliary", system="You are a title generator", tools=False),
     Rule(name="opencode_compaction", role="compaction", system="context summarization agent", tools=False),
     Rule(name="opencode_subagent", role="subagent", header="x-parent-session-id"),
-    Rule(name="claude_quota", role="auxiliary", last_user="quota", max_tokens=1),
-    Rule(name="claude_compaction", role="compaction", last_user="CRITICAL: Respond with TEXT ONLY"),
-    Rule(name="claude_subagent", role="subagent", header="x-claude-code-agent-id"),
-    Rule(name="codex_compaction", role="compaction", last_user="CONTEXT CHECKPOINT COMPACTION", tools=False),
-    Rule(name="codex_subagent", role="subagent", header="x-openai-subagent"),
+    Rule(name="claude_quota", role="auxiliary", dialect="anthropic", last_user_is="quota", max_tokens=1),
+    Rule(name="claude_compaction", role="compaction", dialect="anthropic", last_user="CRITICAL: Respond with TEXT ONLY"),
+    Rule(name="claude_subagent", role="subagent", dialect="anthropic", header="x-claude-code-agent-id"),
+    Rule(name="codex_compaction", role="compaction", dialect="responses", last_user="CONTEXT CHECKPOINT COMPACTION", tools=False),
+    Rule(name="codex_subagent", role="subagent", dialect="responses", header="x-openai-subagent"),
     Rule(name="qwen_memory", role="auxiliary", system="managed memory extraction subagent"),
     Rule(name="qwen_compaction", role="compaction", last_user="You are the component that summarizes a conversation"),
-    Rule(name="gemini_router", role="auxiliary", tools=False, json_answer=True),
+    Rule(name="gemini_router", role="auxiliary", dialect="gemini", tools=False, json_answer=True),
     Rule(name="pi_compaction", role="compaction", system="context summarization assistant", tools=False),
     Rule(name="aider_commit", role="auxiliary", system="generates concise, one-line Git commit messages"),
 )

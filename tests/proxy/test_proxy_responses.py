@@ -144,9 +144,12 @@ def test_the_items_of_one_answer_are_one_message_and_of_two_are_two() -> None:
     ("change", "words"),
     [
         ({"input": []}, "input: a string or a non-empty list"),
-        ({"previous_response_id": "r"}, "previous_response_id: no answers are kept"),
+        ({"previous_response_id": "r"}, "previous_response_id: nothing is kept"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, r"input\[0\]: an item of type 'item_reference'"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, r"input\[0\].content\[0\]: a part of type 'input_image'"),
+        ({"prompt": {"id": "p"}}, "prompt: nothing is kept"),
+        ({"input": [{"type": "reasoning", "content": 1}]}, "content of a reasoning item"),
+        ({"tools": [BASH, BASH]}, "two tools are called 'bash'"),
         ({"tools": [{"type": "teleport"}]}, r"tools\[0\]: a tool of type 'teleport'"),
         ({"tools": [{**NAMESPACE, "tools": [NAMESPACE]}]}, r"tools\[0\].tools\[0\]: a tool of type 'namespace'"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice"),

@@ -18,14 +18,14 @@ CALLS: dict[str, dict[str, Any]] = {
     "opencode_title": {"system": "You are a title generator. You output ONLY a thread title."},
     "opencode_compaction": {"system": "You are a context summarization agent."},
     "opencode_subagent": {"tools": True, "headers": {"x-session-id": "ses_2", "x-parent-session-id": "ses_1"}},
-    "claude_quota": {"user": "quota", "max_tokens": 1},
-    "claude_compaction": {"user": "CRITICAL: Respond with TEXT ONLY. Do NOT call any tools.", "tools": True},
-    "claude_subagent": {"tools": True, "headers": {"x-claude-code-agent-id": "a1"}},
-    "codex_compaction": {"user": "You are performing a CONTEXT CHECKPOINT COMPACTION."},
-    "codex_subagent": {"tools": True, "headers": {"x-openai-subagent": "collab_spawn"}},
+    "claude_quota": {"dialect": "anthropic", "user": "quota", "max_tokens": 1},
+    "claude_compaction": {"dialect": "anthropic", "user": "CRITICAL: Respond with TEXT ONLY. Do NOT call any tools.", "tools": True},
+    "claude_subagent": {"dialect": "anthropic", "tools": True, "headers": {"x-claude-code-agent-id": "a1"}},
+    "codex_compaction": {"dialect": "responses", "user": "You are performing a CONTEXT CHECKPOINT COMPACTION."},
+    "codex_subagent": {"dialect": "responses", "tools": True, "headers": {"x-openai-subagent": "collab_spawn"}},
     "qwen_memory": {"system": "You are the managed memory extraction subagent.", "tools": True},
     "qwen_compaction": {"user": "You are the component that summarizes a conversation", "tools": True},
-    "gemini_router": {"response_format": SCHEMA},
+    "gemini_router": {"dialect": "gemini", "response_format": SCHEMA},
     "pi_compaction": {"system": "You are a context summarization assistant."},
     "aider_commit": {"system": "You are an expert software engineer that generates concise, one-line Git commit messages"},
 }
@@ -33,7 +33,7 @@ CALLS: dict[str, dict[str, Any]] = {
 
 def call_of(system: str = "You are an agent.", user: str = "Fix it.", tools: bool = False, headers: Any = None, **fields: Any) -> Any:
     messages = [{"role": "system", "content": system}, {"role": "user", "content": [{"type": "text", "text": user}]}]
-    return AgentCall("chat", "m", messages, [BASH] if tools else [], **fields), headers or {}
+    return AgentCall(fields.pop("dialect", "chat"), "m", messages, [BASH] if tools else [], **fields), headers or {}
 
 
 def test_every_rule_has_its_call_here() -> None:
@@ -52,9 +52,11 @@ def test_a_rule_knows_its_call(name: str) -> None:
         {"tools": True},
         {"system": "You are a title generator.", "tools": True},
         {"user": "What is a context summarization agent?"},
-        {"user": "What is my quota?"},
+        {"user": "fix the quota bug", "max_tokens": 1, "dialect": "anthropic"},
+        {"user": "quota", "max_tokens": 1},
         {"system": "CRITICAL: Respond with TEXT ONLY"},
-        {"response_format": SCHEMA, "tools": True},
+        {"response_format": SCHEMA, "tools": True, "dialect": "gemini"},
+        {"response_format": SCHEMA},
         {"headers": {"x-session-id": "ses_1"}},
     ],
 )
@@ -66,7 +68,7 @@ async def turns(served: Served, engine: FakeEngine, **spec: Any) -> list[tuple[s
     """Role, rule and mask reason of a first call, a compaction in its own conversation, and what comes after it."""
     agent, created = await served.agent(**spec)
     await agent.ask()
-    asked = [*agent.messages, {"role": "user", "content": "CRITICAL: Respond with TEXT ONLY. Summarise."}]
+    asked = [*agent.messages, {"role": "user", "content": "The conversation is long.\nSummarise now."}]
     assert (await agent.post({"model": "m", "messages": asked, "tools": [BASH]}))[0] == 200
     after = Agent(agent.base, agent.key, agent.http, [agent.messages[0], {"role": "user", "content": "Summary: all is well."}])
     await after.ask()
@@ -75,13 +77,20 @@ async def turns(served: Served, engine: FakeEngine, **spec: Any) -> list[tuple[s
 
 
 async def test_a_compaction_is_told_from_its_agent_and_trained(served: Served, engine: FakeEngine) -> None:
-    assert await turns(served, engine) == [("agent", None, None), ("compaction", "claude_compaction", None), ("agent", None, None)]
+    rule = {"name": "mine", "role": "compaction", "last_user": "Summarise"}
+    assert await turns(served, engine, roles={"add": [rule]}) == [
+        ("agent", None, None),
+        ("compaction", "mine", None),
+        ("agent", None, None),
+    ]
 
 
-async def test_a_session_switches_a_rule_off_and_adds_its_own(served: Served, engine: FakeEngine) -> None:
-    plain = ("agent", None, None)
-    assert await turns(served, engine, roles={"off": ["claude_compaction"]}) == [plain, plain, plain]
-    mine = {"name": "mine", "role": "auxiliary", "last_user": "Summarise."}
+def test_a_session_switches_a_rule_off() -> None:
+    assert RoleRules(off=["claude_quota"]).find(*call_of(**CALLS["claude_quota"])) is None
+
+
+async def test_a_session_adds_a_rule_of_its_own(served: Served, engine: FakeEngine) -> None:
+    mine = {"name": "mine", "role": "auxiliary", "last_user": "Summarise now."}
     assert (await turns(served, engine, roles={"add": [mine]}))[1] == ("auxiliary", "mine", "auxiliary")
 
 
@@ -94,6 +103,15 @@ async def test_a_side_call_that_comes_first_is_not_taken_for_the_agent(served: S
     trace = await served.admin.trace(created.session_id)
     assert [turn.metadata["role"] for turn in trace.turns] == ["auxiliary", "agent"]
     assert [bool(turn.completion_mask.any()) for turn in trace.turns] == [False, True]
+
+
+async def test_what_follows_a_side_call_is_placed_by_itself(served: Served, engine: FakeEngine) -> None:
+    agent, created = await served.agent(roles={"add": [{"name": "mine", "role": "auxiliary", "last_user": "Summarise"}]})
+    await agent.ask({"role": "user", "content": "Summarise."}, tools=())
+    await agent.ask({"role": "user", "content": "Now work."}, tools=())
+    trace = await served.admin.trace(created.session_id)
+    assert [turn.metadata["role"] for turn in trace.turns] == ["auxiliary", "agent"]
+    assert trace.turns[1].metadata["parent"] == trace.turns[0].node_id
 
 
 def test_a_rule_without_a_condition_and_an_unknown_name_are_refused() -> None:

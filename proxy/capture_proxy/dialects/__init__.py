@@ -16,4 +16,4 @@ def of_path(path: str) -> ModuleType:
     """The dialect in which a client of this route reads errors."""
     if "/v1/messages" in path:
         return anthropic
-    return gemini if "/v1beta/" in path or re.search(r"/models/[^/]+:\w+$", path) else chat
+    return gemini if "/v1beta/" in path or re.search(r"/models/.+:(generateContent|streamGenerateContent|countTokens)$", path) else chat

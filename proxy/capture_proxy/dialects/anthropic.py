@@ -11,12 +11,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from capture_proxy.dialects import volatile
-from capture_proxy.dialects.wire import BadRequest, event, folded, pieces, retried, stop_strings, whole_number
+from capture_proxy.dialects.wire import BadRequest, arguments_object, event, folded, pieces, retried, stop_strings, whole_number
 from capture_proxy.messages import AgentCall, Message, Reply, ToolCall
 
 NAME = "anthropic"
 
 _SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "max_tokens", "stop_sequences", "tool_choice", "thinking", "output_config")
+_HOSTED = ("web_search", "web_fetch", "code_execution", "tool_search", "mcp_toolset", "advisor")
 _ERRORS = {400: "invalid_request_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error"}
 UNPARSED = "__unparsedToolInput"
 """Under this key claude-code itself keeps tool input that is no JSON object; ours goes out and comes back the same way."""
@@ -29,7 +30,8 @@ def parse(body: Any, headers: Mapping[str, str]) -> AgentCall:
     given = body.get("messages")
     if not isinstance(given, list) or not given:
         raise BadRequest("messages: a non-empty list is required")
-    messages, left_out = _system(body.get("system"))
+    messages, volatile_lines = _system(body.get("system"))
+    tools, hosted = _tools(body.get("tools"))
     for i, message in enumerate(given):
         messages += _messages(message, f"messages[{i}]")
     choice = body.get("tool_choice")
@@ -37,15 +39,16 @@ def parse(body: Any, headers: Mapping[str, str]) -> AgentCall:
         dialect=NAME,
         model=str(body.get("model") or "policy"),
         messages=messages,
-        tools=_tools(body.get("tools")),
+        tools=tools,
         stream=body.get("stream") is True,
         include_usage=True,
         max_tokens=whole_number(body.get("max_tokens"), "max_tokens"),
         stop=stop_strings(body.get("stop_sequences"), "stop_sequences"),
         tool_choice=_tool_choice(choice),
+        response_format=_response_format(body.get("output_config")),
         requested_sampling={key: body[key] for key in _SAMPLING_FIELDS if body.get(key) is not None},
         retry_mark=retried(headers),
-        left_out=left_out,
+        left_out=(*volatile_lines, *hosted, *(["mcp_servers"] if body.get("mcp_servers") else [])),
         agent_id=headers.get("x-claude-code-agent-id"),
     )
 
@@ -107,6 +110,8 @@ def _assistant(content: list[Any], where: str) -> Message:
                 raise BadRequest(f"{at}: text after a tool call cannot be shown to this model in its place")
             texts += _texts([block], at)
         elif kind == "thinking" and isinstance(block.get("thinking"), str):
+            if texts or calls:
+                raise BadRequest(f"{at}: thinking after text or a tool call cannot be shown to this model in its place")
             thoughts.append(block["thinking"])
         elif kind == "tool_use" and isinstance(block.get("name"), str):
             function = {"name": block["name"], "arguments": _arguments(block.get("input"))}
@@ -147,19 +152,31 @@ def _texts(blocks: Any, where: str) -> list[dict[str, Any]]:
     return [{"type": "text", "text": block["text"]} for block in blocks]
 
 
-def _tools(tools: Any) -> list[dict[str, Any]]:
+def _tools(tools: Any) -> tuple[list[dict[str, Any]], list[str]]:
+    """The client's tools as functions, and those that a server would run, which are left out."""
+    left_out: list[str] = []
     if tools is None:
-        return []
+        return [], left_out
     if not isinstance(tools, list):
         raise BadRequest("tools: must be a list")
     out = []
     for i, tool in enumerate(tools):
-        if not isinstance(tool, dict) or tool.get("type") not in (None, "custom") or not isinstance(tool.get("name"), str):
-            kind = tool.get("type") if isinstance(tool, dict) else tool
+        kind = tool.get("type") if isinstance(tool, dict) else tool
+        if isinstance(kind, str) and kind.startswith(_HOSTED):
+            left_out.append(f"tool {kind}")
+            continue
+        if not isinstance(tool, dict) or kind not in (None, "custom") or not isinstance(tool.get("name"), str):
             raise BadRequest(f"tools[{i}]: only tools that the client runs by a schema are served here, got {kind!r}")
         function = {"name": tool["name"], "description": tool.get("description"), "parameters": tool.get("input_schema")}
         out.append({"type": "function", "function": {key: value for key, value in function.items() if value is not None}})
-    return out
+    return out, left_out
+
+
+def _response_format(config: Any) -> Any:
+    wanted = config.get("format") if isinstance(config, dict) else None
+    if not isinstance(wanted, dict) or wanted.get("type") != "json_schema":
+        return None
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": wanted.get("schema")}}
 
 
 def _tool_choice(choice: Any) -> Any:
@@ -167,17 +184,14 @@ def _tool_choice(choice: Any) -> Any:
     if kind == "tool" and isinstance(choice.get("name"), str):
         return {"type": "function", "function": {"name": choice["name"]}}
     known = {None: None, "auto": "auto", "any": "required", "none": "none"}
-    if kind not in known:
+    if kind is not None and (not isinstance(kind, str) or kind not in known):
         raise BadRequest(f"tool_choice: {choice!r} is not one of auto, any, none or a named tool")
     return known[kind]
 
 
 def _input(call: ToolCall) -> dict[str, Any]:
-    try:
-        value = json.loads(call.arguments)
-    except ValueError:
-        value = None
-    return value if isinstance(value, dict) else {UNPARSED: {"raw": call.arguments, "len": len(call.arguments)}}
+    value = arguments_object(call.arguments)
+    return value if value is not None else {UNPARSED: {"raw": call.arguments, "len": len(call.arguments)}}
 
 
 def _stop(answer: Reply) -> dict[str, Any]:
@@ -229,7 +243,8 @@ def stream_body(answer: Reply, call: AgentCall, response_id: str, created: int) 
         blocks.append(({"type": "text", "text": ""}, [{"type": "text_delta", "text": piece} for piece in pieces(answer.content)]))
     for tool in answer.tool_calls:
         head = {"type": "tool_use", "id": tool.id, "name": tool.name, "input": {}}
-        blocks.append((head, [{"type": "input_json_delta", "partial_json": piece} for piece in pieces(tool.arguments)]))
+        text = tool.arguments if arguments_object(tool.arguments) is not None else json.dumps(_input(tool), ensure_ascii=False)
+        blocks.append((head, [{"type": "input_json_delta", "partial_json": piece} for piece in pieces(text)]))
     for index, (head, deltas) in enumerate(blocks):
         yield event({"type": "content_block_start", "index": index, "content_block": head}, "content_block_start")
         for delta in deltas:
@@ -248,7 +263,8 @@ def error(message: str, status: int, code: str | None) -> dict[str, Any]:
     """The dialect's error object. A full context is told in the words at which clients compact."""
     if code == "context_length_exceeded":
         message = f"prompt is too long: {message}"
-    return {"type": "error", "error": {"type": _ERRORS.get(status, "api_error"), "message": message}}
+    kind = _ERRORS.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 def stream_error(message: str) -> bytes:

@@ -59,6 +59,8 @@ def _message(message: Any, index: int) -> Message:
     reasoning = message.get("reasoning_content", message.get("reasoning"))
     if isinstance(reasoning, str):
         out["reasoning"] = reasoning
+    if message.get("tool_calls") and not isinstance(message["tool_calls"], list):
+        raise BadRequest(f"{where}.tool_calls: must be a list")
     if message.get("tool_calls"):
         out["tool_calls"] = [_tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(message["tool_calls"])]
     if isinstance(message.get("tool_call_id"), str):

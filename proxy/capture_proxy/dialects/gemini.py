@@ -8,16 +8,19 @@ the answer with the dialect's own `MALFORMED_FUNCTION_CALL`.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from capture_proxy.dialects.wire import BadRequest, event, folded, pieces, retried, stop_strings, whole_number
-from capture_proxy.messages import AgentCall, Message, Reply, ToolCall
+from capture_proxy.dialects.wire import BadRequest, arguments_object, event, folded, pieces, retried, stop_strings, whole_number
+from capture_proxy.messages import AgentCall, Message, Reply
 
 NAME = "gemini"
 
 _STATUS = {400: "INVALID_ARGUMENT", 404: "NOT_FOUND", 413: "INVALID_ARGUMENT", 429: "RESOURCE_EXHAUSTED", 503: "UNAVAILABLE"}
 _MODES = {None: None, "MODE_UNSPECIFIED": None, "AUTO": "auto", "VALIDATED": "auto", "ANY": "required", "NONE": "none"}
+_THEIRS = ("args", "response", "parameters", "parametersJsonSchema", "responseSchema", "responseJsonSchema")
+_PAYLOADS = ("text", "functionCall", "functionResponse", "inlineData", "fileData", "executableCode", "codeExecutionResult")
 _HOSTED = ("googleSearch", "googleSearchRetrieval", "codeExecution", "urlContext", "googleMaps", "fileSearch", "computerUse")
 
 
@@ -25,6 +28,9 @@ def parse(body: Any, headers: Mapping[str, str]) -> AgentCall:
     """The wire request as an internal call. Raises `BadRequest`."""
     if not isinstance(body, dict):
         raise BadRequest("the body must be a JSON object")
+    body = _camel(body.get("generateContentRequest") or body)
+    if body.get("cachedContent") is not None:
+        raise BadRequest("cachedContent: nothing is kept for later calls; send the whole conversation as contents")
     contents = body.get("contents")
     if isinstance(contents, dict):
         contents = [contents]
@@ -51,6 +57,16 @@ def parse(body: Any, headers: Mapping[str, str]) -> AgentCall:
     )
 
 
+def _camel(value: Any) -> Any:
+    """Both spellings of a field are one; what is the model's or the tool's own (arguments, results, schemas) stays as it is."""
+    if isinstance(value, list):
+        return [_camel(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    named = {re.sub("_([a-z])", lambda match: match[1].upper(), key): item for key, item in value.items()}
+    return {key: item if key in _THEIRS else _camel(item) for key, item in named.items()}
+
+
 def _object(value: Any, where: str) -> dict[str, Any]:
     if value is None or isinstance(value, dict):
         return value or {}
@@ -68,6 +84,9 @@ def _parts(content: Any, where: str) -> list[dict[str, Any]]:
     parts = content.get("parts") if isinstance(content, dict) else None
     if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
         raise BadRequest(f"{where}: an object with a list of parts is required")
+    for i, part in enumerate(parts):
+        if len(found := [key for key in _PAYLOADS if part.get(key) is not None]) > 1:
+            raise BadRequest(f"{where}.parts[{i}]: a part holds one thing, this one {' and '.join(found)}")
     return parts
 
 
@@ -114,6 +133,8 @@ class _Conversation:
                 function = {"name": call["name"], "arguments": json.dumps(call.get("args") or {}, ensure_ascii=False)}
                 calls.append({"id": call_id, "type": "function", "function": function})
             elif part.get("thought") is True and isinstance(part.get("text"), str):
+                if texts or calls:
+                    raise BadRequest(f"{at}: a thought after text or a call cannot be shown to this model in its place")
                 thoughts.append(part["text"])
             elif part.get("text") == "":
                 continue  # carries a signature only
@@ -138,6 +159,8 @@ class _Conversation:
                 continue
             if not isinstance(response, dict) or not isinstance(response.get("name"), str):
                 raise BadRequest(f"{where}.parts[{i}].functionResponse: a name is required")
+            if response.get("parts"):
+                raise BadRequest(f"{where}.parts[{i}].functionResponse.parts: only text results are supported by this model")
             if texts:
                 out.append({"role": "user", "content": folded(texts)})
                 texts = []
@@ -200,7 +223,9 @@ def _lower_types(schema: Any) -> Any:
 def _tool_choice(config: Any) -> Any:
     calling = _object(_object(config, "toolConfig").get("functionCallingConfig"), "toolConfig.functionCallingConfig")
     mode, names = calling.get("mode"), calling.get("allowedFunctionNames") or []
-    if mode not in _MODES:
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise BadRequest("toolConfig.functionCallingConfig.allowedFunctionNames: must be a list of names")
+    if mode is not None and (not isinstance(mode, str) or mode not in _MODES):
         raise BadRequest(f"toolConfig.functionCallingConfig.mode: {mode!r} is not one of AUTO, ANY, NONE, VALIDATED")
     if mode == "ANY" and len(names) == 1:
         return {"type": "function", "function": {"name": names[0]}}
@@ -219,14 +244,6 @@ def _response_format(config: dict[str, Any]) -> Any:
     return {"type": "json_object"} if schema is None else {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
 
 
-def _args(tool: ToolCall) -> dict[str, Any] | None:
-    try:
-        value = json.loads(tool.arguments)
-    except ValueError:
-        return None
-    return value if isinstance(value, dict) else None
-
-
 def _body(call: AgentCall, response_id: str, parts: list[dict[str, Any]], finish: str | None, **fields: Any) -> dict[str, Any]:
     candidate: dict[str, Any] = {"content": {"role": "model", "parts": parts}, "index": 0}
     if finish is not None:
@@ -235,7 +252,7 @@ def _body(call: AgentCall, response_id: str, parts: list[dict[str, Any]], finish
 
 
 def _finish(answer: Reply) -> str:
-    if any(_args(tool) is None for tool in answer.tool_calls):
+    if any(arguments_object(tool.arguments) is None for tool in answer.tool_calls):
         return "MALFORMED_FUNCTION_CALL"
     return "MAX_TOKENS" if answer.finish_reason == "length" else "STOP"
 
@@ -247,7 +264,7 @@ def _usage(answer: Reply) -> dict[str, int]:
 
 
 def _calls(answer: Reply) -> list[dict[str, Any]]:
-    read = [(tool, _args(tool)) for tool in answer.tool_calls]
+    read = [(tool, arguments_object(tool.arguments)) for tool in answer.tool_calls]
     return [{"functionCall": {"id": tool.id, "name": tool.name, "args": args}} for tool, args in read if args is not None]
 
 
@@ -287,7 +304,9 @@ def counted(tokens: int) -> dict[str, Any]:
 
 def error(message: str, status: int, code: str | None) -> dict[str, Any]:
     """The dialect's error object."""
-    return {"error": {"code": status, "message": message, "status": _STATUS.get(status, "INTERNAL")}}
+    return {
+        "error": {"code": status, "message": message, "status": _STATUS.get(status, "INVALID_ARGUMENT" if status < 500 else "INTERNAL")}
+    }
 
 
 def stream_error(message: str) -> bytes:

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from capture_proxy.dialects import chat
-from capture_proxy.dialects.wire import BadRequest, event, folded, pieces, retried, whole_number
+from capture_proxy.dialects.wire import BadRequest, arguments_object, event, folded, pieces, retried, whole_number
 from capture_proxy.messages import AgentCall, Message, Reply, ToolCall, ToolForm
 
 NAME = "responses"
 
 _SAMPLING_FIELDS = ("temperature", "top_p", "max_output_tokens", "tool_choice", "parallel_tool_calls", "reasoning", "text")
-_HOSTED = ("web_search", "web_search_preview", "file_search", "code_interpreter", "image_generation", "mcp", "computer_use_preview")
+_HOSTED = ("web_search", "file_search", "code_interpreter", "image_generation", "mcp", "computer_use")
 _FREEFORM = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 _SHELL = {
     "type": "object",
@@ -34,9 +34,9 @@ def parse(body: Any, headers: Mapping[str, str]) -> AgentCall:
     """The wire request as an internal call. Raises `BadRequest`."""
     if not isinstance(body, dict):
         raise BadRequest("the body must be a JSON object")
-    for name in ("previous_response_id", "conversation"):
+    for name in ("previous_response_id", "conversation", "prompt"):
         if body.get(name) is not None:
-            raise BadRequest(f"{name}: no answers are kept for later calls; send the whole conversation as input")
+            raise BadRequest(f"{name}: nothing is kept for later calls; send the whole conversation as input")
     tools = _Tools()
     tools.add(body.get("tools"), "tools", None)
     return AgentCall(
@@ -76,7 +76,7 @@ class _Tools:
     def _add(self, tool: Any, where: str, namespace: str | None) -> None:
         kind = tool.get("type") if isinstance(tool, dict) else type(tool).__name__
         name = tool.get("name") if isinstance(tool, dict) else None
-        if kind in _HOSTED:
+        if isinstance(kind, str) and kind.startswith(_HOSTED):
             self.left_out.append(f"tool {kind}")
         elif kind == "namespace" and isinstance(name, str) and namespace is None:
             self.add(tool.get("tools"), where + ".tools", name)
@@ -91,6 +91,8 @@ class _Tools:
 
     def _function(self, form: ToolForm, description: Any, parameters: Any) -> None:
         function = {"name": _inner_name(form.name, form.namespace), "description": description, "parameters": parameters}
+        if function["name"] in self.forms:
+            raise BadRequest(f"tools: two tools are called {function['name']!r} by the model")
         self.functions.append({"type": "function", "function": {key: value for key, value in function.items() if value is not None}})
         self.forms[function["name"]] = form
 
@@ -152,7 +154,7 @@ def _assistant_part(item: Any, where: str) -> Message | None:
         case "local_shell_call":
             action = item.get("action")
             given = action if isinstance(action, dict) else {}
-            known = {key: given[key] for key in ("command", "timeout_ms") if given.get(key) is not None}
+            known = {key: given[key] for key in ("command", "timeout_ms", "working_directory", "user", "env") if given.get(key)}
             return _call(item, "local_shell", json.dumps(known, ensure_ascii=False), where)
         case _:
             return None
@@ -193,6 +195,10 @@ def _content(content: Any, where: str, name: str = "content") -> Any:
 
 def _reasoning(item: dict[str, Any]) -> str:
     parts = item.get("content") or item.get("summary") or []
+    if isinstance(parts, str):
+        return parts
+    if not isinstance(parts, list):
+        raise BadRequest("input: the content of a reasoning item must be a string or a list of parts")
     return "\n".join(part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str))
 
 
@@ -235,7 +241,7 @@ def _items(answer: Reply, call: AgentCall, response_id: str) -> list[dict[str, A
 
 def _call_item(tool: ToolCall, form: ToolForm | None, status: str) -> dict[str, Any]:
     """A call in the form in which its tool was offered; as a plain function call where the arguments do not fit that form."""
-    arguments = _object(tool.arguments)
+    arguments = arguments_object(tool.arguments) or {}
     name = {"name": tool.name} if form is None else {"name": form.name}
     if form is not None and form.namespace is not None:
         name["namespace"] = form.namespace
@@ -243,17 +249,9 @@ def _call_item(tool: ToolCall, form: ToolForm | None, status: str) -> dict[str, 
         return {"type": "custom_tool_call", "id": f"ctc_{tool.id}", "call_id": tool.id, **name, "input": arguments["input"]}
     if form is not None and form.kind == "local_shell" and isinstance(arguments.get("command"), list):
         action = {"type": "exec", "command": [str(word) for word in arguments["command"]], "env": {}}
-        action |= {key: arguments[key] for key in ("timeout_ms",) if key in arguments}
+        action |= {key: arguments[key] for key in ("timeout_ms",) if type(arguments.get(key)) is int}
         return {"type": "local_shell_call", "id": f"lsh_{tool.id}", "call_id": tool.id, "status": status, "action": action}
     return {"type": "function_call", "id": f"fc_{tool.id}", "call_id": tool.id, **name, "arguments": tool.arguments, "status": status}
-
-
-def _object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _response(call: AgentCall, response_id: str, created: int, status: str, **fields: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 RULES: dict[str, re.Pattern[str]] = {
-    "claude_billing_line": re.compile(r"x-anthropic-billing-header: .*\Z"),
+    "claude_billing_line": re.compile(r"x-anthropic-billing-header: [^\n]*\s*\Z"),
 }
 """Name -> the whole text of a system block that is left out."""
 

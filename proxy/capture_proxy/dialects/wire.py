@@ -3,15 +3,55 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 PIECE = 8192
 """Longest text in one streamed delta, so that no client's line buffer overflows."""
 
+MAX_DEPTH = 200
+"""Of nested lists and objects."""
+
 
 class BadRequest(Exception):
     """The request cannot be served; the message says which field and why."""
+
+
+def loads(text: str | bytes) -> Any:
+    """JSON as every client reads it: no NaN or infinity, and no deeper than `MAX_DEPTH`. Raises `ValueError`."""
+    try:
+        value = json.loads(text, parse_constant=_not_json, parse_float=_finite)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [child for item in level if isinstance(item, dict | list) for child in (item.values() if isinstance(item, dict) else item)]
+        if not level:
+            return value
+    raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
+
+
+def arguments_object(text: str) -> dict[str, Any] | None:
+    """A tool call's arguments as an object; {} where there are none, None where they are no JSON object."""
+    if not text.strip():
+        return {}
+    try:
+        value = loads(text)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _not_json(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{text} is out of range")
+    return value
 
 
 def event(data: Any, name: str | None = None) -> bytes:
