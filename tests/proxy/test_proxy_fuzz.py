@@ -225,7 +225,7 @@ def judge_rows(trace: TrainingTrace) -> None:
 def judge_replies(harness: Harness, trace: TrainingTrace) -> None:
     """Each reply reads as its turn's tokens decode, and what was only appended to kept them."""
     turns = list(trace.turns)
-    found, calls_of = [], {}
+    found, calls_of, body_of = [], {}, {}
     for wire, body, reply in harness.got:
         turn = next(turn for turn in turns if turn.response == reply)
         found.append((reply, turn))
@@ -233,7 +233,7 @@ def judge_replies(harness: Harness, trace: TrainingTrace) -> None:
         ids = turn.completion_token_ids.tolist()
         message = harness.engine.parse(harness.engine.tokenizer.decode(ids[:-1] if ids[-1] == END else ids), turn.request.get("tools"))
         text, calls = wire.read(reply)
-        calls_of[id(reply)] = calls
+        calls_of[id(reply)], body_of[id(reply)] = calls, body
         assert text == (message["content"] or "")
         assert [args for _, _, args in calls] == [json.loads(call["function"]["arguments"]) for call in message["tool_calls"]]
     used = {turn.metadata["parent"] for turn in turns} | {turn.metadata["continues"] for turn in turns}
@@ -244,8 +244,9 @@ def judge_replies(harness: Harness, trace: TrainingTrace) -> None:
     for before, after in harness.appended:
         first, second = turn_of[id(before)], turn_of[id(after)]
         continued = by_id[second.metadata["continues"]]
-        # Of twins, equal answers to one request, only the id of a call tells which one the harness has.
-        twins = first.metadata["answer_key"] == continued.metadata["answer_key"] and not calls_of[id(before)]
+        # Of twins, equal answers to one request, only the id of a call tells which one the harness has, where it sends that back.
+        told = any(call_id in json.dumps(body_of[id(after)]) for call_id, _, _ in calls_of[id(before)])
+        twins = first.metadata["answer_key"] == continued.metadata["answer_key"] and not told
         assert continued is first or twins, (first.response, continued.response)
         assert second.metadata["fork_cause"] is None and second.metadata["parent"] == continued.node_id, second.metadata
 
