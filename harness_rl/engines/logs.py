@@ -17,6 +17,7 @@ _ERROR = re.compile(
 )
 _ECHO = re.compile(
     r"Engine core initialization failed|See root cause|EngineDeadError|cancelled|CancelledError|Engine process failed|leaked \w+ objects"
+    r"|RequestValidationError"  # a refused request; no process dies of it
 )
 _TAIL = 256 * 1024
 

@@ -63,6 +63,8 @@ def test_environment_has_no_secret_of_ours_and_no_binding() -> None:
         ("pydantic_core.ValidationError: 1 validation error for Config\n  Value error, no such backend\n    For further information\n",
          "pydantic_core.ValidationError: 1 validation error for Config Value error, no such backend"),
         ("OSError: [Errno 98] Address already in use\nINFO: shutting down\n", "OSError: [Errno 98] Address already in use"),
+        ("RuntimeError: Executor failed.\nfastapi.exceptions.RequestValidationError: 3 validation errors:\n  x\n",
+         "RuntimeError: Executor failed."),
         ("usage: vllm serve\nvllm serve: error: unrecognized arguments: --nope\n", "vllm serve: error: unrecognized arguments: --nope"),
         ("(Worker pid=3) torch.OutOfMemoryError: no room\n(APIServer pid=1) RuntimeError: Engine core initialization failed.\n",
          "torch.OutOfMemoryError: no room"),
