@@ -168,7 +168,7 @@ class AgentRoutes:
         if session is None or session.state == "sealed":
             return _not_found(request)
         try:
-            call = dialect.parse(await _body(request, self.proxy.settings.body_timeout_s), request.headers)
+            call = _parsed(dialect, session, await _body(request, self.proxy.settings.body_timeout_s), request)
             return web.json_response(dialect.counted(await calls.count(self.proxy.ctx, session, call)))
         except BadRequest as error:
             return _error(request, CallRefused(400, None, str(error), Reason.REFUSED))
@@ -188,19 +188,12 @@ class AgentRoutes:
             return _error(request, CallRefused(503, None, str(error), Reason.ENGINE_FAILED, retry_after_s=5))
         try:
             body = await _body(request, self.proxy.settings.body_timeout_s) | fields
-            call = dialect.parse(body, request.headers)
-            if (rule := session.spec.roles.find(call, request.headers)) is not None:
-                call = replace(call, role=(rule.role, rule.name))
+            call = _parsed(dialect, session, body, request)
         except (BadRequest, web.HTTPRequestEntityTooLarge) as error:
             session.end(running.seq, Reason.REFUSED, str(error))
             session.leave(running)
             self.proxy.ctx.metrics.calls[Reason.REFUSED.value] += 1
             return _error(request, CallRefused(getattr(error, "status", 400), None, str(error), Reason.REFUSED))
-        except Exception as error:
-            log.exception("session %s, call %d", session.id, running.seq)
-            session.end(running.seq, Reason.REFUSED, f"internal error: {error!r}")
-            session.leave(running)
-            raise
         except BaseException:
             session.end(running.seq, Reason.ABANDONED, "the client left before its request was complete")
             session.leave(running)
@@ -271,6 +264,19 @@ class AgentRoutes:
         return session if session is None or self.only in (None, session.id) else None
 
 
+def _parsed(dialect: ModuleType, session: Session, body: dict[str, Any], request: web.Request) -> AgentCall:
+    """The call with its role. Raises `BadRequest`, also where the dialect stumbles over a body in a way that it does not know."""
+    try:
+        call: AgentCall = dialect.parse(body, request.headers)
+        rule = session.spec.roles.find(call, request.headers)
+    except BadRequest:
+        raise
+    except Exception as error:
+        log.exception("session %s: a %s body that its parser stumbles over", session.id, dialect.NAME)
+        raise BadRequest(f"the body cannot be read ({type(error).__name__})") from error
+    return call if rule is None else replace(call, role=(rule.role, rule.name))
+
+
 async def _body(request: web.Request, timeout_s: float) -> dict[str, Any]:
     try:
         async with asyncio.timeout(timeout_s):
@@ -309,6 +315,3 @@ async def json_errors(request: web.Request, handler: Any) -> web.StreamResponse:
         return web.json_response(dialect.error(error.reason, error.status, None), status=error.status)
     except StoreError as error:
         return web.json_response(dialect.error(str(error), 503, None), status=503)
-    except Exception:
-        log.exception("%s %s", request.method, request.path.partition("/s/")[0] or "/s/...")
-        return web.json_response(dialect.error("internal error of the capture proxy", 500, None), status=500)

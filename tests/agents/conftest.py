@@ -19,4 +19,4 @@ def task(tmp_path: Path) -> Path:
 @pytest.fixture(scope="session")
 def need_root() -> None:
     if os.geteuid() != 0 or shutil.which("bwrap") is None:
-        pytest.skip("needs root and bubblewrap")
+        pytest.fail("the agents' tests need root and bubblewrap; `make test` installs the latter")

@@ -54,6 +54,19 @@ async def test_a_fault_of_ours_is_told_and_recorded(served: Served, engine: Fake
     assert counts["in_flight"] == 0 and counts["calls_by_reason"] == {"engine_failed": 1}
 
 
+async def test_a_body_that_a_parser_stumbles_over_is_refused_and_recorded(
+    served: Served, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(anthropic, "parse", broken)
+    status, answer, counts = await post(served, "/v1/messages", "{}")
+    assert status == 400 and "cannot be read (ZeroDivisionError)" in answer["error"]["message"]
+    assert counts["in_flight"] == 0 and counts["calls_by_reason"] == {"refused": 1}
+    assert (await post(served, "/v1/messages/count_tokens", "{}"))[0] == 400
+
+
 @pytest.mark.parametrize("arguments", ['{"a": NaN}', '{"a": [1', "not json", "[1]", "[" * 5000])
 def test_sampled_arguments_that_are_no_object_are_never_shown_as_one(arguments: str) -> None:
     answer = Reply(None, None, (ToolCall("c", "bash", arguments),), "tool_calls", 1, 1)

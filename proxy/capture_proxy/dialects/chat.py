@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from capture_proxy.dialects.wire import BadRequest, event, folded, pieces, retried, stop_strings, whole_number
+from capture_proxy.dialects.wire import BadRequest, event, pieces, retried, stop_strings, text_content, whole_number
 from capture_proxy.messages import AgentCall, Message, Reply
 
 NAME = "chat"
@@ -53,7 +53,7 @@ def _message(message: Any, index: int) -> Message:
     where = f"messages[{index}]"
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise BadRequest(f"{where}: an object with a role is required")
-    out: Message = {"role": message["role"], "content": _content(message.get("content"), where)}
+    out: Message = {"role": message["role"], "content": text_content(message.get("content"), f"{where}.content", ("text",))}
     if isinstance(message.get("name"), str):
         out["name"] = message["name"]
     reasoning = message.get("reasoning_content", message.get("reasoning"))
@@ -66,21 +66,6 @@ def _message(message: Any, index: int) -> Message:
     if isinstance(message.get("tool_call_id"), str):
         out["tool_call_id"] = message["tool_call_id"]
     return out
-
-
-def _content(content: Any, where: str) -> Any:
-    if content is None or isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise BadRequest(f"{where}.content: must be a string, a list of parts or null")
-    parts = []
-    for i, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        field = "refusal" if kind == "refusal" else "text"
-        if kind not in ("text", "refusal") or not isinstance(part.get(field), str):
-            raise BadRequest(f"{where}.content[{i}]: a part of type {kind!r} is not supported by this text model")
-        parts.append({"type": "text", "text": part[field]})
-    return folded(parts)
 
 
 def _tool_call(call: Any, where: str) -> dict[str, Any]:

@@ -13,13 +13,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from capture_proxy.dialects import chat
-from capture_proxy.dialects.wire import BadRequest, arguments_object, event, folded, pieces, retried, whole_number
+from capture_proxy.dialects.wire import BadRequest, arguments_object, event, pieces, retried, text_content, whole_number
 from capture_proxy.messages import AgentCall, Message, Reply, ToolCall, ToolForm
 
 NAME = "responses"
 
 _SAMPLING_FIELDS = ("temperature", "top_p", "max_output_tokens", "tool_choice", "parallel_tool_calls", "reasoning", "text")
 _HOSTED = ("web_search", "file_search", "code_interpreter", "image_generation", "mcp", "computer_use")
+_TEXTS = ("input_text", "output_text", "text")
 _FREEFORM = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 _SHELL = {
     "type": "object",
@@ -143,7 +144,7 @@ def _assistant_part(item: Any, where: str) -> Message | None:
         raise BadRequest(f"{where}: must be an object")
     match item.get("type", "message"):
         case "message" if item.get("role") == "assistant":
-            return {"content": _content(item.get("content"), where)}
+            return {"content": text_content(item.get("content"), f"{where}.content", _TEXTS)}
         case "reasoning":
             return {"reasoning": _reasoning(item)}
         case "function_call":
@@ -171,26 +172,15 @@ def _call(item: dict[str, Any], name: Any, arguments: str, where: str) -> Messag
 def _other(item: dict[str, Any], where: str) -> Message:
     kind, role = item.get("type", "message"), item.get("role")
     if kind == "message" and role in ("user", "system", "developer"):
-        return {"role": role, "content": _content(item.get("content"), where)}
+        return {"role": role, "content": text_content(item.get("content"), f"{where}.content", _TEXTS)}
     if kind in ("function_call_output", "custom_tool_call_output", "local_shell_call_output"):
         call_id = item.get("call_id") or item.get("id")
-        return {"role": "tool", "tool_call_id": str(call_id or ""), "content": _content(item.get("output"), where, "output") or ""}
+        return {
+            "role": "tool",
+            "tool_call_id": str(call_id or ""),
+            "content": text_content(item.get("output"), f"{where}.output", _TEXTS) or "",
+        }
     raise BadRequest(f"{where}: an item of type {kind!r}" + (f" and role {role!r}" if kind == "message" else "") + " is not served here")
-
-
-def _content(content: Any, where: str, name: str = "content") -> Any:
-    if content is None or isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise BadRequest(f"{where}.{name}: must be a string or a list of parts")
-    parts = []
-    for i, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        key = "refusal" if kind == "refusal" else "text"
-        if kind not in ("input_text", "output_text", "text", "refusal") or not isinstance(part.get(key), str):
-            raise BadRequest(f"{where}.{name}[{i}]: a part of type {kind!r} is not supported by this text model")
-        parts.append({"type": "text", "text": part[key]})
-    return folded(parts) if parts else ""
 
 
 def _reasoning(item: dict[str, Any]) -> str:

@@ -71,6 +71,22 @@ def folded(parts: list[dict[str, Any]]) -> Any:
     return parts[0]["text"] if len(parts) == 1 else parts
 
 
+def text_content(content: Any, where: str, kinds: tuple[str, ...]) -> Any:
+    """OpenAI's content: a string, null, or a list of text parts of one of `kinds` (a refusal is text too). Raises `BadRequest`."""
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise BadRequest(f"{where}: must be a string, a list of parts or null")
+    parts = []
+    for i, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        field = "refusal" if kind == "refusal" else "text"
+        if kind not in (*kinds, "refusal") or not isinstance(part.get(field), str):
+            raise BadRequest(f"{where}[{i}]: a part of type {kind!r} is not supported by this text model")
+        parts.append({"type": "text", "text": part[field]})
+    return folded(parts) if parts else ""
+
+
 def whole_number(value: Any, field: str) -> int | None:
     """`value`, if it is None or a whole number from 1 on. Raises `BadRequest`."""
     if value is None or (type(value) is int and value >= 1):
