@@ -33,7 +33,7 @@ test: prepare ## the tests, both environments
 test-full: prepare ## the tests with the long matrices
 	@scripts/test.sh $(ARGS)
 
-accept: prepare ## the learning runs and their controls (hours)
+accept: prepare ## the learning runs and their controls, three seeds (three hours)
 	.venv/bin/python tests/accept/quickstart.py $(ARGS)
 
 soak: prepare ## two hours of the quickstart with a process killed every five minutes

@@ -193,6 +193,10 @@ def _trace(options: argparse.Namespace) -> int:
 
 
 def _proxy(arguments: list[str]) -> int:
+    if arguments[:1] == ["selftest"]:
+        from harness_rl.selftest.main import main as selftest
+
+        return selftest(arguments[1:])
     from capture_proxy.cli import main as proxy_main
 
     return proxy_main(arguments)

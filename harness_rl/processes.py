@@ -49,7 +49,10 @@ class Child:
             os.killpg(self.process.pid, number)
 
     def last_words(self, lines: int = 3) -> str:
-        """The end of its log, for an error message."""
+        """Why it ended, for an error message: the signal that killed it, or the end of its log."""
+        code = self.process.returncode
+        if code is not None and code < 0:
+            return f"killed by {signal.Signals(-code).name}"
         try:
             text = self.log_path.read_text(errors="replace")
         except OSError:

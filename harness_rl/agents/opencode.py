@@ -25,6 +25,7 @@ _HOME = f"/opt/agents/{NAME}"
 _PROGRAM = f"{_HOME}/bin/{NAME}"
 _CONFIG = "/installed-agent/opencode.json"
 _INSTRUCTION = "/installed-agent/instruction.txt"
+_PLUGINS = "/installed-agent/plugins"
 _LOG = "/logs/agent/opencode.jsonl"
 _PROVIDER = "capture"
 _LIMITS = {"context": 32768, "output": 4096}
@@ -51,8 +52,9 @@ SPEC = AgentSpec(NAME, VERSION, "harness_rl.agents.opencode:Opencode", ("default
 
 
 class Opencode(BaseInstalledAgent):
-    """Harbor agent. `config`: merged into opencode.json (`agent.build.prompt`, `tools`, `permission`, ...). The endpoint and its key come
-    through `agent.env` (OPENAI_BASE_URL, OPENAI_API_KEY)."""
+    """Harbor agent. `config`: merged into opencode.json (`agent.build.prompt`, `tools`, `permission`, ...); an entry of `plugin` that is a
+    path (it starts with `/` or `.`) names a file here, which goes into the sandbox. The endpoint and its key come through `agent.env`
+    (OPENAI_BASE_URL, OPENAI_API_KEY)."""
 
     def __init__(
         self, logs_dir: Path, *args: Any, model_class: str = "default", config: dict[str, Any] | None = None, **kwargs: Any
@@ -63,7 +65,7 @@ class Opencode(BaseInstalledAgent):
         kwargs.setdefault("version", VERSION)
         kwargs["skip_model_parsing"] = True  # a provider looked up by the model's name would import litellm
         super().__init__(logs_dir, *args, **kwargs)
-        self._user_config = config or {}
+        self._user_config, self._plugins = _with_plugins(config or {})
 
     @staticmethod
     def name() -> str:
@@ -94,6 +96,8 @@ class Opencode(BaseInstalledAgent):
                 file.write(text)
                 file.flush()
                 await environment.upload_file(file.name, target)
+        for place, source in self._plugins.items():
+            await environment.upload_file(source, place)
         command = f"{_PROGRAM} run --format json <{_INSTRUCTION} >{_LOG} 2>&1 || {{ code=$?; tail -n 1 {_LOG} >&2; exit $code; }}"
         env = {"OPENCODE_CONFIG": _CONFIG, **{f"OPENCODE_DISABLE_{name}": "1" for name in _OFFLINE}}
         result = await environment.exec(command, env=env)
@@ -116,6 +120,20 @@ class Opencode(BaseInstalledAgent):
             except (ValueError, KeyError, TypeError):
                 continue
         context.n_input_tokens, context.n_output_tokens = counts
+
+
+def _with_plugins(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Path]]:
+    """`config` with its local plugins under their names in the sandbox, and where these come from. Raises ValueError for a missing file."""
+    entries, places = [], {}
+    for number, entry in enumerate(config.get("plugin", [])):
+        if isinstance(entry, str) and entry.startswith(("/", ".")):
+            source = Path(entry).resolve()
+            if not source.is_file():
+                raise ValueError(f"opencode: plugin {entry} is not a file (looked for {source})")
+            place = f"{_PLUGINS}/{number}-{source.name}"
+            places[place], entry = source, f"file://{place}"
+        entries.append(entry)
+    return ({**config, "plugin": entries} if entries else config), places
 
 
 def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def _mini_swe_agent(commands: str) -> Script:
 
 
 def _opencode(commands: str) -> Script:
-    call = {"name": "bash", "arguments": {"command": commands, "description": "Solves the task"}}
+    call = {"name": "bash", "arguments": {"command": commands}}
     return [{"content": None, "tool_calls": [call]}, {"content": "Done."}]
 
 

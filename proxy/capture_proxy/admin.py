@@ -71,6 +71,10 @@ class AdminRoutes:
     async def create(self, request: web.Request) -> web.Response:
         self._authorise(request)
         spec = await _read(request, SessionSpec)
+        if spec.template.control_tokens == "split" and self.proxy.ctx.control is None:
+            raise web.HTTPBadRequest(
+                reason="template.control_tokens: split needs the model's tokenizer: start the proxy with --tokenizer FILE"
+            )
         try:
             session, key = self.proxy.create_session(spec)
         except StoreError as error:

@@ -21,6 +21,8 @@ from aiohttp import web
 from capture_proxy import calls, dialects
 from capture_proxy.auth import agent_key, key_hash, new_key, same_key
 from capture_proxy.calls import Context
+from capture_proxy.certify import Certificates
+from capture_proxy.control import ControlTokens
 from capture_proxy.dialects.wire import BadRequest, loads
 from capture_proxy.engine import Engine, EngineError
 from capture_proxy.gate import Gate
@@ -49,8 +51,9 @@ class Proxy:
         self.store = Store(settings.store, settings.durability)
         self.http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), trust_env=False)
         gate = Gate()
+        control = ControlTokens(settings.tokenizer) if settings.tokenizer is not None else None
         engines = [Engine(url, settings.model, self.http, settings.retry, settings.generate_timeout_s, gate) for url in settings.engines]
-        self.ctx = Context(settings, EnginePool(engines), gate, Metrics())
+        self.ctx = Context(settings, EnginePool(engines), gate, Metrics(), Certificates(settings.certificates or settings.store), control)
         self.sessions: dict[str, Session] = {}
         self._by_key: dict[str, Session] = {}
         self.listeners: dict[str, list[web.AppRunner]] = {}

@@ -16,6 +16,9 @@ from typing import Any
 import numpy as np
 
 from capture_proxy import dialects
+from capture_proxy.certify import Certificates
+from capture_proxy.codec import common_prefix
+from capture_proxy.control import ControlTokens
 from capture_proxy.engine import Engine, EngineError
 from capture_proxy.gate import Gate, HeldTooLong
 from capture_proxy.graph import Turn
@@ -24,12 +27,13 @@ from capture_proxy.metrics import Metrics
 from capture_proxy.pool import EnginePool
 from capture_proxy.reasons import Reason
 from capture_proxy.refusal import CONTEXT_FULL, CallRefused, refusal_of
-from capture_proxy.rendering import chat_fields, message_of
 from capture_proxy.sampling import Sampled, sample_by_chat, sample_by_tokens
 from capture_proxy.session import RunningCall, Session
 from capture_proxy.settings import Settings
+from capture_proxy.splice import message_of
 from capture_proxy.store import StoreError
 from capture_proxy.trace import hash_ids
+from capture_proxy.view import chat_fields
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +46,9 @@ class Context:
     pool: EnginePool
     gate: Gate
     metrics: Metrics
+    certificates: Certificates
+    control: ControlTokens | None
+    """Of the model's tokenizer, where that is at hand."""
 
 
 async def perform(ctx: Context, session: Session, call: AgentCall, body: dict[str, Any], running: RunningCall) -> Reply:
@@ -133,7 +140,7 @@ async def _answer(ctx: Context, session: Session, call: AgentCall, body: dict[st
             return await sample_by_chat(session, call, running, engine, info)
         if not info.token_routes:
             raise EngineError(f"engine {engine.url} lacks the token routes: start vLLM with --enable-scale-out, or use --capture chat")
-        return await sample_by_tokens(session, call, running, engine, info)
+        return await sample_by_tokens(session, call, running, engine, info, ctx.certificates, ctx.control)
 
     sampled = await ctx.pool.use(session.id, work)
     reply, turn = _turn(ctx, session, call, running, sampled)
@@ -183,11 +190,14 @@ def _turn(ctx: Context, session: Session, call: AgentCall, running: RunningCall,
         "dialect": call.dialect,
         "agent_id": call.agent_id,
         "left_out": list(call.left_out),
+        "quoted_control_tokens": list(done.quoted),
+        "control_tokens": session.spec.template.control_tokens,
         "role_rule": call.role[1] if call.role is not None else None,
         "engine": done.engine.url,
         "capture": done.mode,
         "spliced": done.built is not None and done.built.spliced,
         "fork_cause": done.built.fork_cause if done.built is not None else None,
+        "prefix_broken_at": _broken_at(done),
         "problem": sample.problem,
         "started_at": running.started_at,
         "ended_at": time.time(),
@@ -209,7 +219,7 @@ def _turn(ctx: Context, session: Session, call: AgentCall, running: RunningCall,
         response=dialects.BY_NAME[call.dialect].reply(reply, call, running.response_id, running.created),
         meta=meta,
         chain=done.chain,
-        reply_key=extend_key(done.chain, reply.message()),
+        reply_key=extend_key(done.chain, reply.message(), session.spec.shows_reasoning),
         system_key=message_key(leading) if leading["role"] in ("system", "developer") else b"",
         rendered_len=len(done.rendered),
         rendered_hash=hash_ids(done.rendered),
@@ -233,6 +243,13 @@ def _versions(ctx: Context, done: Sampled) -> tuple[list[list[Any]], list[str | 
     return [[known, 0, len(done.sample.ids)]], [before, after]
 
 
+def _broken_at(done: Sampled) -> int | None:
+    """How many leading ids a prompt that could not go on from its turn still has in common with that turn."""
+    if done.built is None or done.built.fork_cause is None or done.built.continues is None:
+        return None
+    return common_prefix(done.built.continues.total, done.prompt)
+
+
 def _reason(session: Session, done: Sampled, versions: list[list[Any]]) -> Reason | None:
     if done.sample.problem is not None:
         return Reason.TOKEN_COUNT_MISMATCH
@@ -250,4 +267,9 @@ def _count(metrics: Metrics, done: Sampled, turn: Turn) -> None:
     metrics.totals["sampled_tokens"] += len(turn.completion)
     metrics.totals["cached_prompt_tokens"] += done.sample.cached_tokens
     metrics.totals["spliced_turns"] += bool(turn.meta["spliced"])
+    metrics.totals["turns_with_quoted_control_tokens"] += bool(done.quoted)
+    if done.built is not None and done.built.continues is not None:
+        whole = len(done.built.continues.total)
+        metrics.totals["spliced_tokens"] += whole if turn.meta["spliced"] else 0
+        metrics.totals["broken_prefix_tokens"] += whole - (turn.meta["prefix_broken_at"] or 0) if turn.meta["fork_cause"] else 0
     metrics.totals["forked_turns"] += turn.meta["fork_cause"] is not None

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from capture_proxy import replay
+from capture_proxy import certify, replay
 from capture_proxy.admin import main_app
 from capture_proxy.app import Proxy
 from capture_proxy.auth import key_hash
@@ -37,7 +37,8 @@ def parser() -> argparse.ArgumentParser:
         prog="capture-proxy",
         description="Records, token by token, what an agent asks of an engine.",
         epilog="`capture-proxy rules` lists the rules by which side calls of known agents are told; "
-        "`capture-proxy replay STORE` derives every trace of a store anew and compares.",
+        "`capture-proxy replay STORE` derives every trace of a store anew and compares; "
+        "`capture-proxy certify` tries which conversations an engine's chat template lets go on by tokens.",
     )
     p.add_argument("--engine", action="append", required=True, metavar="URL", help="base URL of a vLLM server; may be repeated")
     p.add_argument("--model", required=True, metavar="NAME", help="the model name that the engines serve")
@@ -47,6 +48,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--port", type=int, default=Settings.port, help="port to listen on, 0 for any (default: %(default)s)")
     p.add_argument("--handoff-socket", type=Path, metavar="PATH", help="Unix socket on which control hands over listening sockets")
     p.add_argument("--capture", choices=("auto", "tokens", "chat"), default=Settings.capture, help="how to sample (default: %(default)s)")
+    p.add_argument(
+        "--tokenizer", type=Path, metavar="FILE", help="the model's tokenizer.json, for sessions that split quoted control tokens"
+    )
     p.add_argument("--durability", choices=("process", "host"), default=Settings.durability, help="what a stored turn survives")
     return p
 
@@ -73,6 +77,7 @@ def settings_from(args: argparse.Namespace) -> Settings:
         port=args.port,
         handoff_socket=args.handoff_socket,
         capture=args.capture,
+        tokenizer=args.tokenizer,
         durability=args.durability,
     )
 
@@ -109,8 +114,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[:1] == ["rules"]:
         print(listing())
         return 0
-    if arguments[:1] == ["replay"]:
-        return replay.main(arguments[1:])
+    for name, command in (("replay", replay.main), ("certify", certify.main)):
+        if arguments[:1] == [name]:
+            return command(arguments[1:])
     args = parser().parse_args(arguments)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     # One descriptor per open session and connection: use all that the system allows.
@@ -124,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         asyncio.run(serve(settings))
-    except (StoreError, OSError) as error:
+    except (StoreError, OSError, ValueError) as error:
         print(f"capture-proxy: {error}", file=sys.stderr)
         return 1
     return 0

@@ -48,6 +48,11 @@ def common_prefix(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> int:
     return int(differs.argmax()) if differs.any() else n
 
 
+def common_suffix(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> int:
+    """Length of the longest common suffix of two id arrays."""
+    return common_prefix(a[::-1], b[::-1])
+
+
 def encode(turns: list[PlainTurn]) -> bytes:
     """The binary form of `turns`; a turn's base is its `metadata.parent` where that came earlier, else the turn before it."""
     index = {turn.header["node_id"]: i for i, turn in enumerate(turns)}

@@ -99,7 +99,9 @@ class Engine:
         self.retries = 0
         """Requests that were sent again."""
         self.closing_token: int | None = None
-        """The id that ends an assistant turn in the model's template, once it is known (`rendering.closing_token`)."""
+        """The id that ends an assistant turn in the model's template, once it is known (`splice.closing_token`)."""
+        self.generation = 0
+        """Grows when what was learnt of the server no longer counts."""
         self._http = http
         self._gate = gate or Gate()
         self._retry = retry
@@ -128,6 +130,7 @@ class Engine:
         """The server may have been restarted with other flags."""
         self._info = None
         self.closing_token = None
+        self.generation += 1
 
     async def render(self, chat: dict[str, Any]) -> Rendered:
         """Token ids of a chat request, as the engine's own template gives them."""
@@ -187,6 +190,16 @@ class Engine:
                 raise
             return None
         return int(answer["count"])
+
+    async def tokenize(self, text: str) -> Ids:
+        """The ids of a text, without any that a tokenizer adds at its ends."""
+        answer = await self._call("POST", "/tokenize", {"model": self.model, "prompt": text, "add_special_tokens": False})
+        return np.array(answer["tokens"], dtype=np.int32)
+
+    async def detokenize(self, ids: Ids) -> str:
+        """The text of ids, control tokens included."""
+        answer = await self._call("POST", "/detokenize", {"model": self.model, "tokens": ids.tolist()})
+        return str(answer["prompt"])
 
     async def version(self) -> str | None:
         """The weight version that the server says it has, or None where it does not say."""

@@ -104,19 +104,20 @@ def text_of(content: Any) -> str:
     return "\n".join(part["text"] for part in content)
 
 
-def message_key(message: Message) -> bytes:
+def message_key(message: Message, reasoning: bool = True) -> bytes:
     """A digest that is equal for the same message in any of the forms in which clients send it back.
 
     Of an assistant message the outer whitespace of text and reasoning and the spelling of tool arguments do not count, and a leading
-    `<think>` block is reasoning wherever it stands. Everything else counts in full; tool-call ids never do.
+    `<think>` block is reasoning wherever it stands. Everything else counts in full; tool-call ids never do. Without `reasoning` a message
+    is the same whether or not it still has its reasoning.
     """
     parts = [str(message.get("role"))]
     content = text_of(message.get("content"))
     if message.get("role") == "assistant":
-        reasoning = message.get("reasoning") or ""
+        thoughts = message.get("reasoning") or ""
         if match := _THINK.match(content):
-            reasoning, content = reasoning + match[1], content[match.end() :]
-        parts += [content.strip(), reasoning.strip()]
+            thoughts, content = thoughts + match[1], content[match.end() :]
+        parts += [content.strip(), thoughts.strip() if reasoning else ""]
         for call in message.get("tool_calls") or ():
             parts += [call["function"]["name"], _canonical_arguments(call["function"]["arguments"])]
     else:
@@ -125,17 +126,17 @@ def message_key(message: Message) -> bytes:
     return hashlib.blake2b(repr([len(part) for part in raw]).encode() + b"".join(raw), digest_size=16).digest()
 
 
-def chain_keys(messages: list[Message], seed: bytes) -> list[bytes]:
+def chain_keys(messages: list[Message], seed: bytes, reasoning: bool = True) -> list[bytes]:
     """`keys[i]` identifies the conversation `messages[:i]`; `keys[0]` is `seed`. Linear in the text."""
     keys = [seed]
     for message in messages:
-        keys.append(extend_key(keys[-1], message))
+        keys.append(extend_key(keys[-1], message, reasoning))
     return keys
 
 
-def extend_key(key: bytes, message: Message) -> bytes:
+def extend_key(key: bytes, message: Message, reasoning: bool = True) -> bytes:
     """The key of a conversation with one more message."""
-    return hashlib.blake2b(key + message_key(message), digest_size=16).digest()
+    return hashlib.blake2b(key + message_key(message, reasoning), digest_size=16).digest()
 
 
 def context_key(tools: list[dict[str, Any]], template_kwargs: dict[str, Any]) -> bytes:

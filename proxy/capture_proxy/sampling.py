@@ -11,15 +11,18 @@ import secrets
 from dataclasses import dataclass
 from typing import Any
 
+from capture_proxy.certify import Certificates
 from capture_proxy.codec import Ids
+from capture_proxy.control import USUAL, ControlTokens, quoted
 from capture_proxy.engine import Engine, EngineError, EngineInfo, EngineRefused, Parsed
 from capture_proxy.messages import AgentCall, chain_keys, context_key
 from capture_proxy.reasons import Reason
 from capture_proxy.refusal import CONTEXT_FULL, CallRefused
-from capture_proxy.rendering import Prompt, build_prompt, chat_fields, visible
+from capture_proxy.rendering import Prompt, build_prompt, visible
 from capture_proxy.sample import Sample
 from capture_proxy.scripted import demonstrate
 from capture_proxy.session import RunningCall, Session
+from capture_proxy.view import View, chat_fields
 
 
 @dataclass
@@ -49,21 +52,38 @@ class Sampled:
     demonstration: bool = False
     version_range: tuple[str | None, str | None] | None = None
     """The server's weight version before and after, where it does not report one per token."""
+    quoted: tuple[str, ...] = ()
+    """Control tokens that stand in the text of users and tools."""
 
 
-async def sample_by_tokens(session: Session, call: AgentCall, running: RunningCall, engine: Engine, info: EngineInfo) -> Sampled:
+async def sample_by_tokens(
+    session: Session,
+    call: AgentCall,
+    running: RunningCall,
+    engine: Engine,
+    info: EngineInfo,
+    certificates: Certificates,
+    control: ControlTokens | None,
+) -> Sampled:
     """render -> splice -> generate (or the script's next turn) -> derender. Raises `CallRefused`, `EngineError`."""
-    kwargs = session.spec.template.chat_template_kwargs
-    keys = chain_keys(call.messages, context_key(call.tools, kwargs))
-    built = await build_prompt(engine, call, session.history.find(call.messages, keys), kwargs)
+    template = session.spec.template
+    kwargs = template.chat_template_kwargs
+    view = View(engine, chat_fields(call, kwargs), control if template.control_tokens == "split" else None)
+    keys = chain_keys(call.messages, context_key(call.tools, kwargs), session.spec.shows_reasoning)
+    continuation = session.history.find(call.messages, keys)
+    certificate = await certificates.of(engine, kwargs)
+    built = await build_prompt(view, call.messages, continuation, certificate, session.spec.history == "keep_reasoning")
     parent = session.graph.parent_of(built.ids, built.continues)
     max_tokens = output_room(session, call, len(built.ids), info.max_model_len)
     running.sampling.set()
+    pattern = control.pattern if control is not None else USUAL
+    earlier = continuation.turn.meta["quoted_control_tokens"] if continuation is not None else ()
+    fresh = quoted(call.messages[continuation.answer_at + 1 :] if continuation is not None else call.messages, pattern)
     seed, grammar, versions = None, None, None
     if session.spec.script is not None:
         params: dict[str, Any] = {"temperature": 1.0}
         before = await engine.version()
-        sample = await demonstrate(engine, call, session.spec.script[session.demonstrated], built.rendered.ids, built.ids, kwargs)
+        sample = await demonstrate(view, call.messages, session.spec.script[session.demonstrated], built.rendered.ids, built.ids)
         versions = (before, await engine.version())
     else:
         seed, grammar = call_seed(session.spec.sampling.seed, running.seq), built.rendered.grammar
@@ -79,7 +99,7 @@ async def sample_by_tokens(session: Session, call: AgentCall, running: RunningCa
         rendered=built.rendered.ids,
         chain=keys[-1],
         sample=sample,
-        parsed=await _parse(engine, sample, built.ids, call, kwargs),
+        parsed=await _parse(view, sample, built.ids),
         parent=parent,
         params=params,
         seed=seed,
@@ -87,13 +107,15 @@ async def sample_by_tokens(session: Session, call: AgentCall, running: RunningCa
         constrained=bool(grammar),
         demonstration=session.spec.script is not None,
         version_range=versions,
+        quoted=tuple(dict.fromkeys([*earlier, *fresh])),
     )
 
 
 async def sample_by_chat(session: Session, call: AgentCall, running: RunningCall, engine: Engine, info: EngineInfo) -> Sampled:
     """The chat route with ids and logprobs. The server renders, so nothing can be spliced. Raises `CallRefused`, `EngineError`."""
-    if session.spec.script is not None:
-        raise EngineError(f"a script needs the token routes of engine {engine.url}: start vLLM with --enable-scale-out")
+    if session.spec.script is not None or session.spec.template.control_tokens == "split":
+        wish = "control_tokens = split" if session.spec.script is None else "a script"
+        raise EngineError(f"{wish} needs the token routes of engine {engine.url}: start vLLM with --enable-scale-out")
     kwargs = session.spec.template.chat_template_kwargs
     fields = {"messages": call.messages, **chat_fields(call, kwargs)}
     count = await engine.count(fields)
@@ -109,7 +131,7 @@ async def sample_by_chat(session: Session, call: AgentCall, running: RunningCall
         mode="chat",
         prompt=prompt,
         rendered=prompt,
-        chain=chain_keys(call.messages, context_key(call.tools, kwargs))[-1],
+        chain=chain_keys(call.messages, context_key(call.tools, kwargs), session.spec.shows_reasoning)[-1],
         sample=sample,
         parsed=parsed,
         parent=session.graph.parent_of(prompt, None),
@@ -117,6 +139,7 @@ async def sample_by_chat(session: Session, call: AgentCall, running: RunningCall
         seed=seed,
         constrained=json_output or call.tool_choice not in (None, "auto", "none"),
         version_range=(before, await engine.version()),
+        quoted=quoted(call.messages),
     )
 
 
@@ -159,15 +182,13 @@ def output_room(session: Session, call: AgentCall, prompt_len: int, window: int 
     return min(room) if room else None
 
 
-async def _parse(engine: Engine, sample: Sample, prompt: Ids, call: AgentCall, kwargs: dict[str, Any]) -> Parsed:
+async def _parse(view: View, sample: Sample, prompt: Ids) -> Parsed:
     """The answer as the agent gets it, by the engine's own parsers; the end-of-turn id is not text."""
     if not len(sample.ids):
-        raise EngineError(f"engine {engine.url}: {sample.problem or 'it sampled nothing'}")
+        raise EngineError(f"engine {view.engine.url}: {sample.problem or 'it sampled nothing'}")
     text = sample.ids[:-1] if sample.ended_by_token else sample.ids
-    if not len(text):
-        return Parsed("", None, ())
     try:
-        parsed = await engine.derender(text, prompt, chat_fields(call, kwargs), sample.finish_reason)
+        parsed = await view.derender(text, prompt, sample.finish_reason)
     except EngineRefused as error:
         raise EngineError(f"the sampled answer could not be read: {error}") from error
     return visible(parsed, sample.stop_reason)

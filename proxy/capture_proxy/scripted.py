@@ -13,10 +13,11 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from capture_proxy.codec import Ids
-from capture_proxy.engine import Engine, EngineError
-from capture_proxy.messages import AgentCall, Message
-from capture_proxy.rendering import Fork, chat_fields, closing_token
+from capture_proxy.engine import EngineError
+from capture_proxy.messages import Message
 from capture_proxy.sample import Sample
+from capture_proxy.splice import Fork, closing_token
+from capture_proxy.view import View
 
 
 class ScriptedCall(BaseModel):
@@ -47,14 +48,11 @@ class ScriptedTurn(BaseModel):
         return message
 
 
-async def demonstrate(
-    engine: Engine, call: AgentCall, turn: ScriptedTurn, rendered: Ids, prompt: Ids, template_kwargs: dict[str, Any]
-) -> Sample:
+async def demonstrate(view: View, messages: list[Message], turn: ScriptedTurn, rendered: Ids, prompt: Ids) -> Sample:
     """The scripted turn as if it had been sampled after `prompt`, whose plain render is `rendered`. Raises `EngineError`."""
-    chat = {"messages": [*call.messages, turn.message()], **chat_fields(call, template_kwargs), "add_generation_prompt": False}
-    whole = (await engine.render(chat)).ids
+    whole = (await view.render([*messages, turn.message()], add_generation_prompt=False)).ids
     try:
-        closing = await closing_token(engine)
+        closing = await closing_token(view.engine)
     except Fork as fork:
         raise EngineError(f"scripted turn: the model's template does not end an assistant turn visibly ({fork})") from fork
     body = whole[len(rendered) :]
@@ -62,5 +60,5 @@ async def demonstrate(
     if not np.array_equal(whole[: len(rendered)], rendered) or not len(ends):
         raise EngineError("scripted turn: the model's template does not show it after the prompt as it would be sampled")
     completion = body[: ends[-1] + 1]
-    logps = await engine.score(np.concatenate([prompt, completion]), len(prompt))
+    logps = await view.engine.score(np.concatenate([prompt, completion]), len(prompt))
     return Sample(completion, logps, "stop", None, None, None)

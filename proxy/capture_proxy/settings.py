@@ -29,6 +29,10 @@ class Settings:
     """Unix socket on which control hands over listening sockets."""
     capture: Capture = "auto"
     """`tokens`: render, generate, derender; `chat`: the chat route; `auto`: tokens where the server has the routes."""
+    tokenizer: Path | None = None
+    """The model's tokenizer.json; sessions with `control_tokens = "split"` need it."""
+    certificates: Path | None = None
+    """Where certificates of templates are kept; None: in `store`."""
     durability: Durability = "process"
     keepalive_s: float = 15.0
     """Longest silence on a stream that waits for the engine; clients were seen to give up after 60 s."""

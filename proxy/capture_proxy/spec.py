@@ -50,6 +50,8 @@ class Template(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    control_tokens: Literal["as_engine", "split"] = "as_engine"
+    """What becomes of control tokens that a user's or a tool's text quotes: what the engine's tokenizer makes of them, or text."""
 
 
 class SessionSpec(BaseModel):
@@ -62,9 +64,15 @@ class SessionSpec(BaseModel):
     sampling: Sampling = Field(default_factory=Sampling)
     limits: Limits = Field(default_factory=Limits)
     template: Template = Field(default_factory=Template)
-    history: Literal["template"] = "template"
-    """The model sees what template and client show; text that is unchanged keeps its sampled ids."""
+    history: Literal["template", "keep_reasoning"] = "template"
+    """`template`: the model sees what template and client show, and text that is unchanged keeps its sampled ids. `keep_reasoning`: it also
+    goes on seeing what it thought in the turns that a request continues, where template or client leave that out."""
     roles: RoleRules = Field(default_factory=RoleRules)
     """Which calls are side calls, where the built-in rules are not right."""
     script: list[ScriptedTurn] | None = None
     """Assistant turns to give instead of sampling."""
+
+    @property
+    def shows_reasoning(self) -> bool:
+        """Whether a request without an answer's reasoning is another conversation."""
+        return self.history == "template"

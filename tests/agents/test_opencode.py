@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,9 @@ from harness_rl.agents.opencode import SPEC, VERSION, Opencode
 from harness_rl.agents.registry import HARNESSES, build_agent, check_name, get
 from harness_rl.errors import UserError
 
+SHORT = Path(__file__).parents[2] / "examples" / "configs" / "opencode_short.js"
 CONFIG = {"agent": {"build": {"prompt": "Be brief."}}}
+SHORT_CONFIG = {"agent": {"build": {"tools": {"*": False, "bash": True}}}, "plugin": [str(SHORT)]}
 ANSWERS = (
     'I look.\n<tool_call>{"name": "bash", "arguments": {"command":  "ls -a", "description": "d"}}</tool_call>',
     '<tool_call>{"name": "bash", "arguments": {"command": "echo hello > hello.txt; pwd", "description": "d"}}</tool_call>',
@@ -32,7 +35,13 @@ ANSWERS = (
 
 @pytest.mark.root
 @pytest.mark.timeout(240)
-async def test_a_task_is_solved_offline_in_one_conversation(need_root: None, task: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("config", "system", "longest"),
+    [pytest.param(CONFIG, "Be brief.", 100_000, id="whole"), pytest.param(SHORT_CONFIG, "Solve the task", 1_500, id="short")],
+)
+async def test_a_task_is_solved_offline_in_one_conversation(
+    need_root: None, task: Path, tmp_path: Path, config: dict[str, Any], system: str, longest: int
+) -> None:
     layers = await build_agent("opencode")
     async with FakeEngine(max_model_len=100_000) as engine:
         for text in ANSWERS:
@@ -47,7 +56,7 @@ async def test_a_task_is_solved_offline_in_one_conversation(need_root: None, tas
             await web.SockSite(runner, listener).start()
 
         try:
-            result, folder = await run_trial(SPEC, task, layers, serve, key, config=CONFIG)
+            result, folder = await run_trial(SPEC, task, layers, serve, key, config=config)
             trace, status = await asyncio.to_thread(Snapshot.of(session.graph).trace), session.status()
         finally:
             await runner.cleanup()
@@ -60,7 +69,8 @@ async def test_a_task_is_solved_offline_in_one_conversation(need_root: None, tas
     assert [turn.metadata["role"] for turn in trace.turns] == ["agent"] * len(ANSWERS)
     assert [turn.metadata["branch"] for turn in trace.turns] == [0] * len(ANSWERS)
     assert all(turn.completion_mask.all() for turn in trace.turns)
-    assert trace.turns[0].request["messages"][0]["content"].startswith("Be brief.")
+    assert trace.turns[0].request["messages"][0]["content"].startswith(system)
+    assert len(json.dumps(trace.turns[0].request)) < longest
     assert trace.turns[0].request["messages"][1]["content"] == "Write hello into hello.txt; mind 'quotes', $HOME and \U0001f44b.\n"
     assert "/app" in trace.turns[2].request["messages"][-1]["content"]
 
@@ -78,6 +88,14 @@ def test_the_users_configuration_is_kept_and_the_endpoint_is_ours(tmp_path: Path
     assert found["provider"]["capture"]["npm"] == "@ai-sdk/openai-compatible" and found["provider"]["more"] == {"npm": "x"}
     assert found["provider"]["capture"]["models"]["policy"] == {"limit": limit, "options": {"a": 1}}
     assert agent(tmp_path).configuration()["agent"]["title"] == {"disable": True}
+
+
+def test_plugins_that_are_files_go_into_the_sandbox(tmp_path: Path) -> None:
+    (tmp_path / "short.js").write_text("export const P = async () => ({})")
+    made = agent(tmp_path, config={"plugin": ["some-package", str(tmp_path / "short.js")]})
+    assert made.configuration()["plugin"] == ["some-package", "file:///installed-agent/plugins/1-short.js"]
+    with pytest.raises(ValueError, match=r"plugin \./no\.js is not a file"):
+        agent(tmp_path, config={"plugin": ["./no.js"]})
 
 
 def test_spoilt_events_are_passed_over(tmp_path: Path) -> None:

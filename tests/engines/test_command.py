@@ -68,6 +68,11 @@ def test_environment_has_no_secret_of_ours_and_no_binding() -> None:
         ("usage: vllm serve\nvllm serve: error: unrecognized arguments: --nope\n", "vllm serve: error: unrecognized arguments: --nope"),
         ("(Worker pid=3) torch.OutOfMemoryError: no room\n(APIServer pid=1) RuntimeError: Engine core initialization failed.\n",
          "torch.OutOfMemoryError: no room"),
+        ("(EngineCore pid=2) ERROR 11-30 11:46:16 [e.py:315] Worker proc VllmWorker-0 died unexpectedly (exit code: None), shutting down.\n"
+         "(APIServer pid=1) ERROR 11-30 11:47:17 [hermes.py:117] json.decoder.JSONDecodeError: Unterminated string: line 2 column 43\n",
+         "Worker proc VllmWorker-0 died unexpectedly (exit code: None), shutting down."),
+        ("(APIServer pid=1) WARNING 11-30 11:26:35 [u.py:255] Found ulimit of 20000. This can cause `OSError: [Errno 24] Too many`\n"
+         "(APIServer pid=1) ERROR 11-30 11:27:00 [u.py:2] RuntimeError: the cause\n", "RuntimeError: the cause"),
     ],
 )  # fmt: skip
 def test_last_error(tmp_path: Path, log: str, line: str) -> None:

@@ -29,12 +29,18 @@ async def engine() -> AsyncIterator[FakeEngine]:
 
 
 @pytest.fixture
-async def serve(tmp_path: Path) -> AsyncIterator[Serve]:
+async def serve(tmp_path: Path, certificates: Path) -> AsyncIterator[Serve]:
     """`await serve(engine_url, ...)` starts a proxy in this process; settings may be overridden by name."""
     async with AsyncExitStack() as stack:
 
         async def start(*engines: str, store: Path | None = None, **overrides: Any) -> Served:
-            fields: dict[str, Any] = {"retry": Retry(total_s=1.0, base_s=0.01), "seal_grace_s": 0.2, "keepalive_s": 0.2, **overrides}
+            fields: dict[str, Any] = {
+                "certificates": certificates,
+                "retry": Retry(total_s=1.0, base_s=0.01),
+                "seal_grace_s": 0.2,
+                "keepalive_s": 0.2,
+                **overrides,
+            }
             settings = Settings(
                 engines=engines, model="policy", store=store or tmp_path / "store", admin_key_hash=key_hash(ADMIN_KEY), **fields
             )
@@ -52,6 +58,12 @@ async def serve(tmp_path: Path) -> AsyncIterator[Serve]:
             return Served(proxy, url, admin, http)
 
         yield start
+
+
+@pytest.fixture(scope="session")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder for all proxies, so that a template is tried once."""
+    return tmp_path_factory.mktemp("certificates")
 
 
 @pytest.fixture

@@ -128,6 +128,7 @@ class FakeEngine:
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/weight_info", self._weight_info)
         app.router.add_post("/tokenize", self._tokenize)
+        app.router.add_post("/detokenize", self._detokenize)
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/v1/chat/completions/render", self._render)
         app.router.add_post("/v1/chat/completions/derender", self._derender)
@@ -201,8 +202,11 @@ class FakeEngine:
         body = await self._body(request)
         if not self.tokenize_route:
             return _error(404, "Not Found")
-        ids = self.tokenizer.encode(self.template(body))
+        ids = self.tokenizer.encode(self.template(body) if "messages" in body else body["prompt"])
         return web.json_response({"count": len(ids), "max_model_len": self.max_model_len, "tokens": ids})
+
+    async def _detokenize(self, request: web.Request) -> web.Response:
+        return web.json_response({"prompt": self.tokenizer.decode((await self._body(request))["tokens"])})
 
     async def _render(self, request: web.Request) -> web.Response:
         body = await self._body(request)

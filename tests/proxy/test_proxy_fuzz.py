@@ -291,14 +291,14 @@ async def test_random_harnesses_outlive_their_proxy(serve: Serve, engine: FakeEn
 
 
 def _glue(monkeypatch: pytest.MonkeyPatch, cut: bool) -> None:
-    right = rendering._splice
+    right = rendering.splice
 
-    async def wrong(engine: Any, messages: Any, continuation: Any, full: Any, fields: Any) -> Any:
-        ids = await right(engine, messages, continuation, full, fields)
-        ended = continuation.turn.completion[-1] == END
-        return ids if ended is cut else np.delete(ids, len(continuation.turn.total))
+    async def wrong(engine: Any, messages: Any, at: int, answer: Any, full: Any, fields: Any) -> Any:
+        ids = await right(engine, messages, at, answer, full, fields)
+        ended = answer.sampled[-1] == END
+        return ids if ended is cut else np.delete(ids, len(answer.total))
 
-    monkeypatch.setattr(rendering, "_splice", wrong)
+    monkeypatch.setattr(rendering, "splice", wrong)
 
 
 def _rolled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,7 +329,7 @@ def _shortest(graph: Any, prompt: Any, continues: Any) -> str | None:
     return next((name for name, turn in graph.turns.items() if _begins(prompt, turn.total)), None)
 
 
-def _key_with_white_space(message: Any) -> bytes:
+def _key_with_white_space(message: Any, *_: Any) -> bytes:
     return repr((message["role"], messages.text_of(message.get("content")))).encode()
 
 
@@ -338,7 +338,7 @@ def _trimmed(parsed: Any, stop: Any) -> Any:
 
 
 BUGS: dict[str, Callable[[pytest.MonkeyPatch], Any]] = {
-    "any answer is the one that is continued": lambda m: m.setattr(messages, "message_key", lambda message: message["role"].encode()),
+    "any answer is the one that is continued": lambda m: m.setattr(messages, "message_key", lambda message, *_: message["role"].encode()),
     "outer white space makes another answer": lambda m: m.setattr(messages, "message_key", _key_with_white_space),
     "the id after an ended answer is lost": lambda m: _glue(m, cut=False),
     "the id after a cut answer is lost": lambda m: _glue(m, cut=True),

@@ -258,7 +258,7 @@ async def test_admin_routes_need_the_admin_key(served: Served, engine: FakeEngin
         ("sampling.temperature", {"sampling": {"temperature": -1}}),
         ("limits.max_calls", {"limits": {"max_calls": 0}}),
         ("limits.max_turns", {"limits": {"max_turns": 3}}),
-        ("history", {"history": "keep_reasoning"}),
+        ("history", {"history": "all"}),
         ("script.0.tool_calls.0.name", {"script": [{"tool_calls": [{"arguments": {}}]}]}),
     ],
 )

@@ -130,7 +130,7 @@ async def test_b06_thinking_that_the_template_drops_starts_a_branch(served: Serv
     assert "hm" not in engine.tokenizer.decode(second.prompt_token_ids.tolist())
     assert second.metadata["parent"] is None
     assert second.metadata["continues"] == first.node_id
-    assert second.metadata["fork_cause"] == "answer_rendered_by_context"
+    assert second.metadata["fork_cause"] == "answer_shown_differently"
     assert first.completion_mask.all() and second.completion_mask.all()
     assert_engine_saw_the_rows(engine, trace)
     status = await served.admin.status(created.session_id)
