@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -58,7 +59,8 @@ async def play(client: Client, proxy: Proxy, session: CreatedSession, folder: Pa
     finally:
         ours.close()
         if process.returncode is None:
-            os.killpg(process.pid, 9)
+            os.killpg(process.pid, signal.SIGKILL)
+            await process.communicate()
     assert process.returncode is not None
     return Ran(process.returncode, said, work)
 

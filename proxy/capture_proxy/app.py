@@ -205,9 +205,11 @@ class AgentRoutes:
         try:
             return await self._respond(request, call, running, running.task)
         finally:
-            if not running.delivered:
-                await self._not_delivered(session, running, running.task)
-            session.leave(running)
+            try:
+                if not running.delivered:
+                    await self._not_delivered(session, running, running.task)
+            finally:  # a listener that is closed cancels its handlers more than once
+                session.leave(running)
 
     async def _respond(self, request: web.Request, call: AgentCall, running: RunningCall, task: asyncio.Task[Reply]) -> web.StreamResponse:
         """Waits for the call and writes its answer; an error before the first byte keeps its HTTP status."""
@@ -254,13 +256,15 @@ class AgentRoutes:
 
     async def _not_delivered(self, session: Session, running: RunningCall, task: asyncio.Task[Reply]) -> None:
         """The agent has no answer: stop the engine's work where the client left, and do not train what it did not get."""
-        if not task.done():
-            task.cancel()
-            await asyncio.wait({task}, timeout=5.0)
-        if task.done() and not task.cancelled():
-            task.exception()  # A refusal has been answered or has no one left to read it.
-        if running.node_id is not None:
-            session.amend(running.node_id, Reason.ABANDONED)
+        try:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task}, timeout=5.0)
+        finally:
+            if task.done() and not task.cancelled():
+                task.exception()  # A refusal has been answered or has no one left to read it.
+            if running.node_id is not None:
+                session.amend(running.node_id, Reason.ABANDONED)
 
     def _session(self, request: web.Request) -> Session | None:
         session = self.proxy.session_of(agent_key(request))

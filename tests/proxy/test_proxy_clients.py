@@ -1,4 +1,5 @@
-"""Published agents, unmodified, each through a task of three tool turns and through every fault: nothing is lost, no side call is trained.
+"""Published agents, unmodified, each through a task of three tool turns and through every kind of wrong answer: nothing is lost, no side
+call is trained.
 
 The engine is scripted from Qwen3's own tokenizer and template; what it samples is never the tokenisation of its text.
 """
