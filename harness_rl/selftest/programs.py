@@ -26,9 +26,9 @@ def node() -> Path:
     return Path(found.origin).parent
 
 
-def packages(name: str) -> Path:
-    """`node_modules` of what `npm/<name>` names. Raises UserError when npm cannot install it."""
-    lock = LOCKS / name / "package-lock.json"
+def packages(name: str, locks: Path = LOCKS) -> Path:
+    """`node_modules` of what the lock file in `locks/<name>` names. Raises UserError when npm cannot install it."""
+    lock = locks / name / "package-lock.json"
     place = cache_dir("clients", f"{name}-{hashlib.sha256(lock.read_bytes()).hexdigest()[:16]}")
     if not (place / "done").is_file():
         shutil.rmtree(place, ignore_errors=True)

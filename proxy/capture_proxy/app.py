@@ -18,7 +18,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from capture_proxy import calls, dialects
+from capture_proxy import calls, dialects, recall
 from capture_proxy.auth import agent_key, key_hash, new_key, same_key
 from capture_proxy.calls import Context
 from capture_proxy.certify import Certificates
@@ -274,7 +274,8 @@ class AgentRoutes:
 def _parsed(dialect: ModuleType, session: Session, body: dict[str, Any], request: web.Request) -> AgentCall:
     """The call with its role. Raises `BadRequest`, also where the dialect stumbles over a body in a way that it does not know."""
     try:
-        call: AgentCall = dialect.parse(body, request.headers)
+        whole = recall.expanded(body, session.graph) if dialect is dialects.responses else body
+        call: AgentCall = dialect.parse(whole, request.headers)
         rule = session.spec.roles.find(call, request.headers)
     except BadRequest:
         raise

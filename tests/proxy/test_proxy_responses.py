@@ -144,10 +144,9 @@ def test_the_items_of_one_answer_are_one_message_and_of_two_are_two() -> None:
     ("change", "words"),
     [
         ({"input": []}, "input: a string or a non-empty list"),
-        ({"previous_response_id": "r"}, "previous_response_id: nothing is kept"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, r"input\[0\]: an item of type 'item_reference'"),
+        ({"conversation": "c"}, "conversation: not served here"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, r"input\[0\].content\[0\]: a part of type 'input_image'"),
-        ({"prompt": {"id": "p"}}, "prompt: nothing is kept"),
+        ({"prompt": {"id": "p"}}, "prompt: not served here"),
         ({"input": [{"type": "reasoning", "content": 1}]}, "content of a reasoning item"),
         ({"tools": [BASH, BASH]}, "two tools are called 'bash'"),
         ({"tools": [{"type": "teleport"}]}, r"tools\[0\]: a tool of type 'teleport'"),
@@ -168,3 +167,43 @@ def test_a_schema_for_the_answer_reaches_the_engine() -> None:
     expected = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}, "strict": True}}
     assert dialect.parse({**ASK, "text": {"format": given}}, {}).response_format == expected
     assert dialect.parse({**ASK, "text": {"verbosity": "low"}}, {}).response_format is None
+
+
+async def test_a_client_that_refers_to_what_it_was_answered_is_one_row(served: Served, engine: FakeEngine) -> None:
+    """By `previous_response_id`, and by the ids of items as the AI SDK does."""
+    engine.say(CALL, style="chars")
+    engine.say("Two files.", style="chars")
+    engine.say("Bye.", style="chars")
+    async with client(served) as (api, session_id):
+        first = await api.responses.create(model="m", input=[USER], tools=[BASH])
+        call = first.output[-1]
+        result = {"type": "function_call_output", "call_id": call.call_id, "output": "a b"}
+        second = await api.responses.create(model="m", input=[result], tools=[BASH], previous_response_id=first.id)
+        told = [USER, *({"type": "item_reference", "id": item.id} for item in first.output), result]
+        told += [{"type": "item_reference", "id": second.output[0].id}, {"role": "user", "content": "Thanks."}]
+        await api.responses.create(model="m", input=told, tools=[BASH])
+        trace = await served.admin.trace(session_id)
+        assert_chain(trace)
+        assert_engine_saw_the_rows(engine, trace)
+        assert all(turn.metadata["spliced"] for turn in trace.turns[1:])
+        assert trace.turns[1].request["input"] == [result], "what was sent is what is recorded"
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"previous_response_id": "r"}, "previous_response_id: this session has no response 'r'"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, r"input\[0\]: no answer of this session has an item 'x'"),
+    ],
+)
+async def test_an_unknown_reference_is_refused_by_name(served: Served, fields: dict[str, Any], words: str) -> None:
+    async with client(served) as (api, _):
+        with pytest.raises(openai.BadRequestError, match=words):
+            await api.responses.create(**{**ASK, **fields})
+
+
+async def test_another_sessions_answers_are_not_recalled(served: Served, engine: FakeEngine) -> None:
+    async with client(served) as (api, _), client(served) as (other, _):
+        first = await api.responses.create(**ASK)
+        with pytest.raises(openai.BadRequestError, match="this session has no response"):
+            await other.responses.create(**{**ASK, "previous_response_id": first.id})

@@ -1,8 +1,8 @@
 """OpenAI Responses, streaming and not: pure functions, wire <-> internal.
 
-Invariant: as in `dialects.chat`. The items of one answer (reasoning, text, calls) are one assistant message inside; what only a server
-could know (`item_reference`, `previous_response_id`) is refused. Every kind of tool that the client runs is a function to the model; what
-kind it was on the wire is in the call's `tool_forms`, and the answer goes back in that form. Tools that a server would run are left out.
+Invariant: as in `dialects.chat`. The items of one answer (reasoning, text, calls) are one assistant message inside; what a request leaves
+to the server to remember is in place before it comes here (`recall`). Every kind of tool that the client runs is a function to the model;
+what kind it was on the wire is in the call's `tool_forms`, and the answer goes back in that form. Tools that a server would run are left out.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def parse(body: Any, headers: Mapping[str, str]) -> AgentCall:
     """The wire request as an internal call. Raises `BadRequest`."""
     if not isinstance(body, dict):
         raise BadRequest("the body must be a JSON object")
-    for name in ("previous_response_id", "conversation", "prompt"):
+    for name in ("conversation", "prompt"):
         if body.get(name) is not None:
-            raise BadRequest(f"{name}: nothing is kept for later calls; send the whole conversation as input")
+            raise BadRequest(f"{name}: not served here; send the conversation as input, or a previous_response_id")
     tools = _Tools()
     tools.add(body.get("tools"), "tools", None)
     return AgentCall(
