@@ -2,7 +2,8 @@
 
 Invariant: as in `dialects.chat`. The items of one answer (reasoning, text, calls) are one assistant message inside; what a request leaves
 to the server to remember is in place before it comes here (`recall`). Every kind of tool that the client runs is a function to the model;
-what kind it was on the wire is in the call's `tool_forms`, and the answer goes back in that form. Tools that a server would run are left out.
+what kind it was on the wire is in the call's `tool_forms`, and the answer goes back in that form. Tools that a server would run are left
+out.
 """
 
 from __future__ import annotations
