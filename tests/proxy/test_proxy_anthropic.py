@@ -147,6 +147,15 @@ def test_thinking_and_tool_input_come_back_as_they_went() -> None:
     assert back == answer.message()
 
 
+def test_tools_that_a_search_found_are_named_to_the_model() -> None:
+    found = [{"type": "tool_reference", "tool_name": "WebFetch"}, {"type": "text", "text": "one tool"}]
+    message = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": found}]}
+    call = dialect.parse({"model": "m", "max_tokens": 9, "messages": [message]}, {})
+    assert call.messages == [
+        {"role": "tool", "tool_call_id": "a", "content": [{"type": "text", "text": "WebFetch"}, {"type": "text", "text": "one tool"}]}
+    ]
+
+
 def test_tool_results_stand_where_they_were() -> None:
     blocks = [
         {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "text", "text": "1"}], "is_error": True},

@@ -137,8 +137,15 @@ def _arguments(value: Any) -> str:
 def _result(content: Any, where: str) -> Any:
     if content is None or isinstance(content, str):
         return content or ""
+    if isinstance(content, list):
+        # Of a client that finds its tools by a search: the tool itself is among the request's tools from now on.
+        content = [{"type": "text", "text": block["tool_name"]} if _names_a_tool(block) else block for block in content]
     parts = _texts(content, where + ".content")
     return folded(parts) if parts else ""
+
+
+def _names_a_tool(block: Any) -> bool:
+    return isinstance(block, dict) and block.get("type") == "tool_reference" and isinstance(block.get("tool_name"), str)
 
 
 def _texts(blocks: Any, where: str) -> list[dict[str, Any]]:
