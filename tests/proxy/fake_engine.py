@@ -81,6 +81,8 @@ class FakeEngine:
     """The template shows no `<think>` block before the last message."""
     never_show_think: bool = False
     """The template shows no `<think>` block at all."""
+    reads_thinking: bool = False
+    """The parser gives a leading `<think>` block as reasoning."""
     statuses: deque[int] = field(default_factory=deque)
     """HTTP statuses that the next generate or chat requests get instead of an answer; -1 resets the connection, 302 redirects."""
     redirect_to: str = "http://127.0.0.1:9/"
@@ -168,6 +170,9 @@ class FakeEngine:
 
     def parse(self, text: str, tools: Any) -> dict[str, Any]:
         """vLLM's hermes parser in small: what does not parse stays content; text after a call is dropped."""
+        reasoning = None
+        if self.reads_thinking and (match := re.match(r"<think>(.*?)</think>", text, re.DOTALL)):
+            reasoning, text = match[1], text[match.end() :]
         calls = []
         if tools:
             try:
@@ -178,7 +183,7 @@ class FakeEngine:
                 calls = []
         content = text[: text.index("<tool_call>")] or None if calls else text
         wire = [{"id": f"engine{i}", "type": "function", "function": call} for i, call in enumerate(calls)]
-        return {"role": "assistant", "content": content, "tool_calls": wire, "reasoning": None}
+        return {"role": "assistant", "content": content, "tool_calls": wire, "reasoning": reasoning}
 
     # -- routes -------------------------------------------------------------------------------------------------------------------------
 

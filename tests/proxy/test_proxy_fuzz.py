@@ -24,10 +24,11 @@ from capture_proxy import calls, delta, graph, messages, rendering, sampling, se
 from capture_proxy.client import CreatedSession
 from capture_proxy.messages import ToolCall
 from capture_proxy.records import trace_from_log
-from capture_proxy.trace import TrainingTrace
+from capture_proxy.trace import TrainingTrace, TrainingTurn
 from harness_rl.learner.rows import build_rows
 
 TEXTS = ("Done.", "I look  at it.\n", " two\n\nlines ", "x" * 40, "", "I say <|im_end|> here", "caf\u00e9 \u2603", "no <tool_call> here")
+THOUGHTS = ("", "<think>\nI think.\n</think>\n\n", "<think>hm, <|im_end|> hm</think>", "<think>\n" + "deep " * 20 + "</think>")
 COMMANDS = ('"ls"', '"ls\\u0020-la"', '"echo \\"a\\"  b"', '"a\\nb"')
 SEQUENCES = 1000
 """In `make test`; ten times as many in `make test-full`."""
@@ -104,7 +105,8 @@ class Harness:
             f'<tool_call>{{"name": "bash", "arguments": {{"command": {self.rng.choice(COMMANDS)}}}}}</tool_call>'
             for _ in range(self.rng.choice((0, 1, 1, 2)))
         ]
-        text = self.rng.choice(TEXTS) + "\n".join(calls)
+        thought = self.rng.choice(THOUGHTS) if self.engine.reads_thinking else ""
+        text = thought + self.rng.choice(TEXTS) + "\n".join(calls)
         finish = "length" if text and not calls and self.rng.random() < 0.15 else "stop"
         self.engine.say(text, finish=finish, style=self.rng.choice(("words", "chars")))
 
@@ -121,6 +123,8 @@ async def step(harness: Harness) -> None:
         case "append" | "respell":
             if move == "respell":
                 talk.wire.respell(rng)
+                if harness.engine.reads_thinking and rng.random() < 0.5:
+                    talk.wire.forget()
             if talk.asked is not None:
                 harness.go_on(talk)
             await harness.ask(talk)
@@ -177,7 +181,8 @@ async def play(served: Served, engine: FakeEngine, seed: int, restart: Any = Non
     engine.script.clear()
     engine.sampled.clear()
     engine.requests.clear()
-    harness = Harness(served, engine, await served.session(), rng)
+    history = "keep_reasoning" if engine.reads_thinking else "template"
+    harness = Harness(served, engine, await served.session(history=history), rng)
     harness.start("You are an agent.")
     moves = rng.randrange(3, 13)
     for move in range(moves):
@@ -246,11 +251,18 @@ def judge_replies(harness: Harness, trace: TrainingTrace) -> None:
         continued = by_id[second.metadata["continues"]]
         # Of twins, equal answers to one request, only the id of a call tells which one the harness has, where it sends that back.
         told = any(call_id in json.dumps(body_of[id(after)]) for call_id, _, _ in calls_of[id(before)])
-        twins = first.metadata["answer_key"] == continued.metadata["answer_key"] and not told
+        twins = visible(first) == visible(continued) and not told
         assert continued is first or twins, (first.response, continued.response)
         assert second.metadata["fork_cause"] is None and second.metadata["parent"] is not None, second.metadata
         # Its parent, unless a twin that ended by itself holds what a cut answer was given: then the twin's tokens reach further.
         assert total(by_id[second.metadata["parent"]])[: len(total(continued))] == total(continued), second.metadata
+
+
+def visible(turn: TrainingTurn) -> tuple[str, list[tuple[str, dict[str, Any]]]]:
+    """What an answer says, without its thinking and the ids of its calls."""
+    (wire,) = [wire for wire in WIRES if wire.__name__.lower() == turn.metadata["dialect"]]
+    text, calls = wire.read(turn.response)
+    return text.strip(), [(name, arguments) for _, name, arguments in calls]
 
 
 def judge_prompts(harness: Harness, trace: TrainingTrace) -> None:
@@ -281,6 +293,13 @@ async def test_random_harnesses(serve: Serve, engine: FakeEngine, sequences: int
     await play_all(await serve(engine.url), engine, range(sequences))
 
 
+@pytest.mark.parametrize("sequences", [SEQUENCES // 4, pytest.param(10 * SEQUENCES, marks=[pytest.mark.full, pytest.mark.timeout(3600)])])
+async def test_random_harnesses_whose_thinking_is_kept(serve: Serve, sequences: int) -> None:
+    """The template shows no earlier thinking and clients forget it; still nothing that was only appended to loses an id."""
+    async with FakeEngine(reads_thinking=True, drop_think=True) as engine:
+        await play_all(await serve(engine.url), engine, range(sequences))
+
+
 async def test_random_harnesses_outlive_their_proxy(serve: Serve, engine: FakeEngine, tmp_path: Path) -> None:
     async def restart(old: Served) -> Served:
         await old.proxy.close()
@@ -293,8 +312,8 @@ async def test_random_harnesses_outlive_their_proxy(serve: Serve, engine: FakeEn
 def _glue(monkeypatch: pytest.MonkeyPatch, cut: bool) -> None:
     right = rendering.splice
 
-    async def wrong(engine: Any, messages: Any, at: int, answer: Any, full: Any, fields: Any) -> Any:
-        ids = await right(engine, messages, at, answer, full, fields)
+    async def wrong(view: Any, messages: Any, at: int, answer: Any, full: Any) -> Any:
+        ids = await right(view, messages, at, answer, full)
         ended = answer.sampled[-1] == END
         return ids if ended is cut else np.delete(ids, len(answer.total))
 
@@ -359,3 +378,16 @@ async def test_each_seeded_bug_is_found(serve: Serve, engine: FakeEngine, monkey
     BUGS[bug](monkeypatch)
     with pytest.raises(AssertionError):
         await play_all(served, engine, range(SEQUENCES))
+
+
+async def test_a_bug_in_keeping_thinking_is_found(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = rendering.append
+
+    async def wrong(view: Any, messages: Any, at: int, answer: Any, full: Any) -> Any:
+        return np.delete(await right(view, messages, at, answer, full), len(answer.total))
+
+    monkeypatch.setattr(rendering, "append", wrong)
+    async with FakeEngine(reads_thinking=True, drop_think=True) as engine:
+        served = await serve(engine.url)
+        with pytest.raises(AssertionError):
+            await play_all(served, engine, range(SEQUENCES))

@@ -22,6 +22,12 @@ class Wire:
     items: list[dict[str, Any]] = field(default_factory=list)
     path: ClassVar[str]
 
+    def forget(self) -> None:
+        """The client no longer knows what its answers' reasoning was."""
+        for item in self.items:
+            item.pop("reasoning_content", None)
+            item.pop("reasoning", None)
+
     def fork(self, length: int | None = None) -> Wire:
         return type(self)(self.system, self.tools, copy.deepcopy(self.items[:length]))
 
@@ -69,6 +75,11 @@ class Anthropic(Wire):
         tools = {"tools": [{"name": "bash", "input_schema": PARAMETERS}]} if self.tools else {}
         return {"model": "m", "max_tokens": 2000, "system": self.system, "messages": self.items, **tools}
 
+    def forget(self) -> None:
+        for item in self.items:
+            if isinstance(item["content"], list):
+                item["content"] = [block for block in item["content"] if block["type"] != "thinking"]
+
     def say(self, text: str) -> None:
         self.items.append({"role": "user", "content": text})
 
@@ -98,6 +109,9 @@ class Responses(Wire):
     def body(self) -> dict[str, Any]:
         tools = {"tools": [{"type": "function", "name": "bash", "parameters": PARAMETERS}]} if self.tools else {}
         return {"model": "m", "instructions": self.system, "input": self.items, "store": False, **tools}
+
+    def forget(self) -> None:
+        self.items[:] = [item for item in self.items if item.get("type") != "reasoning"]
 
     def say(self, text: str) -> None:
         self.items.append({"role": "user", "content": text})
@@ -130,6 +144,10 @@ class Gemini(Wire):
         tools = {"tools": [{"functionDeclarations": [{"name": "bash", "parametersJsonSchema": PARAMETERS}]}]} if self.tools else {}
         return {"systemInstruction": {"parts": [{"text": self.system}]}, "contents": self.items, **tools}
 
+    def forget(self) -> None:
+        for item in self.items:
+            item["parts"] = [part for part in item["parts"] if not part.get("thought")]
+
     def say(self, text: str) -> None:
         self.items.append({"role": "user", "parts": [{"text": text}]})
 
@@ -144,7 +162,8 @@ class Gemini(Wire):
     def read(reply: dict[str, Any]) -> tuple[str, list[Call]]:
         parts = reply["candidates"][0]["content"]["parts"]
         calls = [part["functionCall"] for part in parts if "functionCall" in part]
-        return "".join(part.get("text", "") for part in parts), [(call["id"], call["name"], call["args"]) for call in calls]
+        text = "".join(part.get("text", "") for part in parts if not part.get("thought"))
+        return text, [(call["id"], call["name"], call["args"]) for call in calls]
 
     def respell(self, rng: Random) -> None:
         for item in self.items:
