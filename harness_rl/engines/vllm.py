@@ -12,6 +12,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -45,6 +46,15 @@ class _Launched:
     log_start: int
     """Size of the log when the present child was started: older lines say nothing about it."""
     restarts: int = 0
+
+
+class _DiedStarting(EngineError):
+    """It ended before it was ready."""
+
+    def __init__(self, message: str, killed: bool) -> None:
+        super().__init__(message)
+        self.killed = killed
+        """By a signal: `guard` reports that of its command as 128 and more."""
 
 
 class Engine:
@@ -94,20 +104,13 @@ class Engine:
     async def restart(self) -> None:
         """Start a dead server again on the same port, after a back-off. Its weights are those of the model folder: re-sync before use.
 
-        Raises EngineError when it was not launched by us, has used up `engine.max_restarts`, or does not come up.
+        One that dies while it starts is started once more. Raises EngineError when it was not launched by us, has used up
+        `engine.max_restarts`, or is not ready in time.
         """
         if self._launched is None:
             raise EngineError(f"engine: {self.url} was not started by this run; start it again where it runs")
-        launched = self._launched
-        if launched.restarts >= launched.section.max_restarts:
-            raise EngineError(f"engine: died {launched.restarts + 1} times (engine.max_restarts): {self.last_words()}")
-        launched.restarts += 1
-        await launched.child.stop(STOP_GRACE_S)
-        await asyncio.sleep(min(2.0 ** (launched.restarts - 1), MAX_BACKOFF_S))
-        log.warning("engine: restart %d of %d", launched.restarts, launched.section.max_restarts)
-        launched.log_start = _size(launched.log_path)
-        launched.child = await _spawn(launched.argv, launched.env, launched.log_path)
-        self.info = await _until_ready(self.url, launched)
+        await _again(self._launched)
+        self.info = await _bring_up(self.url, self._launched, lambda died: True)
 
     async def stop(self) -> None:
         """End the whole process group of a launched server. Idempotent."""
@@ -118,7 +121,8 @@ class Engine:
 async def launch(section: EngineSection, model_path: Path, *, run_dir: Path, served_model: str) -> Engine:
     """Start vLLM on `model_path` and wait until it is ready. The log is `run_dir/logs/engine.log`.
 
-    Raises UserError (environment, device, busy port) or EngineError (it died, or was not ready in `start_timeout_s`).
+    One that is killed while it starts is started again; one that ends by itself has a cause that stays. Raises UserError (environment,
+    device, busy port) or EngineError (it died, or was not ready in `start_timeout_s`).
     """
     python = torch_python(section.python)
     environment = await asyncio.to_thread(require_engine, python)
@@ -134,7 +138,7 @@ async def launch(section: EngineSection, model_path: Path, *, run_dir: Path, ser
     launched = _Launched(section, argv, env, log_path, child, start)
     url = f"http://{section.host}:{port}"
     try:
-        return Engine(url, await _until_ready(url, launched), launched)
+        return Engine(url, await _bring_up(url, launched, lambda died: died.killed), launched)
     except BaseException:
         await launched.child.stop(STOP_GRACE_S)
         raise
@@ -169,13 +173,39 @@ async def _spawn(argv: list[str], env: dict[str, str], log_path: Path) -> Child:
     return await spawn("engine", [sys.executable, "-P", str(GUARD), str(os.getpid()), *argv], log_path=log_path, env=env)
 
 
+async def _bring_up(url: str, launched: _Launched, once_more: Callable[[_DiedStarting], bool]) -> EngineInfo:
+    """Wait until it is ready, over as many starts as `engine.max_restarts` leaves."""
+    while True:
+        try:
+            return await _until_ready(url, launched)
+        except _DiedStarting as died:
+            if not once_more(died):
+                raise
+            log.warning("%s", died)
+            await _again(launched)
+
+
+async def _again(launched: _Launched) -> None:
+    """One more start of a dead server. Raises EngineError when there have been enough."""
+    if launched.restarts >= launched.section.max_restarts:
+        words = _last_words(launched.log_path, launched.log_start)
+        raise EngineError(f"engine: died {launched.restarts + 1} times (engine.max_restarts): {words}")
+    launched.restarts += 1
+    await launched.child.stop(STOP_GRACE_S)
+    await asyncio.sleep(min(2.0 ** (launched.restarts - 1), MAX_BACKOFF_S))
+    log.warning("engine: restart %d of %d", launched.restarts, launched.section.max_restarts)
+    launched.log_start = _size(launched.log_path)
+    launched.child = await _spawn(launched.argv, launched.env, launched.log_path)
+
+
 async def _until_ready(url: str, launched: _Launched) -> EngineInfo:
     """Poll until the server answers, dies or runs out of time."""
     deadline = time.monotonic() + launched.section.start_timeout_s
     while not await _healthy(url):
         if not launched.child.alive:
-            code = launched.child.process.returncode
-            raise EngineError(f"engine: vLLM ended with code {code} while starting: {_last_words(launched.log_path, launched.log_start)}")
+            code = launched.child.process.returncode or 0
+            words = _last_words(launched.log_path, launched.log_start)
+            raise _DiedStarting(f"engine: vLLM ended with code {code} while starting: {words}", killed=code < 0 or code > 128)
         if time.monotonic() > deadline:
             raise EngineError(
                 f"engine: not ready after {launched.section.start_timeout_s:.0f} s (engine.start_timeout_s): "

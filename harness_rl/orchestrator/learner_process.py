@@ -215,8 +215,12 @@ async def _hello(learner: LearnerProcess, timeout: float) -> Message:
     try:
         done, _ = await asyncio.wait({waiter, death}, return_when=asyncio.FIRST_COMPLETED)
         if waiter not in done:
-            raise LearnerError(f"the learner did not start: {learner.child.last_words()} (log: {learner.child.log_path})")
-        return waiter.result()
+            words = f"the learner did not start: {learner.child.last_words()} (log: {learner.child.log_path})"
+            raise LearnerGone(words) if death.result() < 0 else LearnerError(words)  # killed: another start may come up
+        try:
+            return waiter.result()
+        except LinkError as error:
+            raise LearnerGone(f"the learner did not start: {error} (log: {learner.child.log_path})") from error
     finally:
         waiter.cancel()
         death.cancel()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import secrets
 import shutil
@@ -18,6 +19,8 @@ from harness_rl.errors import HarnessRLError, UserError
 from harness_rl.processes import Child, spawn
 
 _MAX_BACKOFF_S = 10.0
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -35,17 +38,22 @@ class ProxyProcess:
     async def restart(self) -> None:
         """Start a dead proxy again on the same port, after a back-off. It reads its store anew; listeners that it held are gone.
 
-        Raises HarnessRLError when it has used up `proxy.max_restarts`, or does not come up.
+        One that does not come up is started once more. Raises HarnessRLError when it has used up `proxy.max_restarts`.
         """
-        if self.restarts >= self.section.max_restarts:
-            words = f"{self.child.last_words()} (log: {self.child.log_path})"
-            raise HarnessRLError(f"the capture proxy died {self.restarts + 1} times (proxy.max_restarts): {words}")
-        self.restarts += 1
-        await self.child.stop()
-        await asyncio.sleep(min(0.5 * 2.0 ** (self.restarts - 1), _MAX_BACKOFF_S))
-        self.handoff_socket.unlink(missing_ok=True)
         argv = [*self.argv, "--port", str(urlsplit(self.url).port)]
-        self.child, _ = await _spawn(argv, self.child.log_path, self.section)
+        words = f"{self.child.last_words()} (log: {self.child.log_path})"
+        while self.restarts < self.section.max_restarts:
+            self.restarts += 1
+            await self.child.stop()
+            await asyncio.sleep(min(0.5 * 2.0 ** (self.restarts - 1), _MAX_BACKOFF_S))
+            self.handoff_socket.unlink(missing_ok=True)
+            try:
+                self.child, _ = await _spawn(argv, self.child.log_path, self.section)
+                return
+            except HarnessRLError as error:
+                log.warning("%s", error)
+                words = str(error)
+        raise HarnessRLError(f"the capture proxy died {self.restarts + 1} times (proxy.max_restarts): {words}")
 
     async def stop(self) -> None:
         await self.client.close()

@@ -104,7 +104,8 @@ class Soak:
         return self.process.wait(GRACE_S)
 
     def report(self, code: int) -> bool:
-        rewards = [line["reward"] for line in self.lines()]
+        # A step that was made again from recorded rollouts has none of its own.
+        rewards = [line["reward"] for line in self.lines() if line["reward"] is not None]
         check_sums(self.folder)
         with sqlite3.connect(self.folder / "journal.sqlite") as journal:
             states = dict(journal.execute("SELECT state, COUNT(*) FROM rollouts GROUP BY state"))

@@ -20,10 +20,12 @@ def fake_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     """`fake_engine(mode=..., off=[...], start_timeout_s=...)` -> the section of an engine that behaves so."""
 
     def make(*, mode: str = "serve", off: list[str] | None = None, packages: dict[str, str | None] | None = None,
-             plugins: list[str] | None = None, **section: object) -> EngineSection:  # fmt: skip
+             plugins: list[str] | None = None, kills: Path | None = None, **section: object) -> EngineSection:  # fmt: skip
         settings: dict[str, object] = {"mode": mode, "off": off or [], "packages": packages or {}}
         if plugins is not None:
             settings["plugins"] = plugins
+        if kills is not None:
+            settings["kills"] = str(kills)
         monkeypatch.setenv("FAKE_VLLM", json.dumps(settings))
         python = tmp_path / "env" / "bin" / "python"
         python.parent.mkdir(parents=True, exist_ok=True)

