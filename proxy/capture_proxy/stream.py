@@ -47,6 +47,7 @@ class EventStream:
 
     async def abort(self, event: bytes) -> None:
         """Says what went wrong and resets the connection."""
-        await self.response.write(event)
+        if event:
+            await self.response.write(event)
         if self._request.transport is not None:
             self._request.transport.abort()

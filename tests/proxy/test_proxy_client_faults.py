@@ -19,15 +19,21 @@ from harness_rl.selftest.play import play
 
 pytestmark = [pytest.mark.root, pytest.mark.timeout(400)]
 
-FIRST_CALL_S = 60.0
+FIRST_CALL_S = 120.0
 """How long a client may take to its first call, on a loaded machine."""
 GIVEN_UP_S = 30.0
 """After so long a client that asks an engine that is gone is stopped: some ask for minutes."""
 
 
+async def answered(served: Served, created: CreatedSession) -> None:
+    """The agent has its first answer; side calls may have theirs before."""
+    turns = served.proxy.sessions[created.session_id].graph.turns
+    await until(lambda: any(turn.ruled is None for turn in turns.values()), FIRST_CALL_S)
+
+
 async def held(client: Client, served: Served, created: CreatedSession, engine: FakeEngine, running: asyncio.Task[object]) -> None:
     """The weights are updated while the client asks: it waits."""
-    await until(lambda: engine.sampled, FIRST_CALL_S)
+    await answered(served, created)
     served.proxy.ctx.gate.hold("weights", 60.0)
     await asyncio.sleep(10.0)
     served.proxy.ctx.gate.release("v1")
@@ -39,7 +45,7 @@ async def slow(client: Client, served: Served, created: CreatedSession, engine: 
 
 async def engine_dies(client: Client, served: Served, created: CreatedSession, engine: FakeEngine, running: asyncio.Task[object]) -> None:
     """Connections are reset for longer than the proxy tries again: the client's stream breaks off, and it asks again."""
-    await until(lambda: engine.sampled, FIRST_CALL_S)
+    await answered(served, created)
     engine.statuses = deque([-1] * 10_000)
     await until(lambda: served.proxy.ctx.metrics.calls["engine_failed"], FIRST_CALL_S)
     engine.statuses.clear()
@@ -47,21 +53,22 @@ async def engine_dies(client: Client, served: Served, created: CreatedSession, e
 
 async def engine_gone(client: Client, served: Served, created: CreatedSession, engine: FakeEngine, running: asyncio.Task[object]) -> None:
     """It never comes back."""
-    await until(lambda: engine.sampled, FIRST_CALL_S)
+    await answered(served, created)
     await engine.stop()
     await asyncio.wait({running}, timeout=GIVEN_UP_S)
+    await until(lambda: served.proxy.ctx.metrics.calls["engine_failed"], FIRST_CALL_S)
     running.cancel()
 
 
 async def sealed(client: Client, served: Served, created: CreatedSession, engine: FakeEngine, running: asyncio.Task[object]) -> None:
     """The session is over before the client is: the one answer that stops every client."""
-    await until(lambda: engine.sampled, FIRST_CALL_S)
+    await answered(served, created)
     await served.admin.seal(created.session_id)
 
 
 async def context_full(client: Client, served: Served, created: CreatedSession, engine: FakeEngine, running: asyncio.Task[object]) -> None:
     """The window is smaller than what the client's second prompt needs."""
-    await until(lambda: engine.sampled, FIRST_CALL_S)
+    await answered(served, created)
     longest = max(len(prompt) for prompt, _ in engine.sampled)
     served.proxy.sessions[created.session_id].spec.limits.max_context_tokens = longest + 1
 
@@ -86,6 +93,8 @@ QUICK = {
     "qwen-code": "client_killed",
 }
 """One for each client in `make test`."""
+GIVES_UP = {"gemini-cli"}
+"""Clients that end when a stream breaks off."""
 COMPACTS = {"claude-code", "opencode", "pi", "qwen-code"}
 """Clients that answer a full context with a summary of their conversation."""
 
@@ -125,8 +134,8 @@ async def test_every_call_has_one_end(client: Client, fault: Fault, served: Serv
         assert ran is not None and ran.code == 0, ran and ran.said[-2000:]
         assert len(agent) == 2 and len(trace.turns) == status["calls_seen"], "nothing was asked twice"
     elif fault is engine_dies:
-        assert ran is not None and ran.code == 0, ran and ran.said[-2000:]
-        assert len(agent) == 2 and counts["engine_failed"] >= 1
+        assert ran is not None and (ran.code == 0) is (client.name not in GIVES_UP), ran and ran.said[-2000:]
+        assert len(agent) == (1 if client.name in GIVES_UP else 2) and counts["engine_failed"] >= 1
     elif fault is engine_gone:
         assert len(agent) == 1 and counts["engine_failed"] >= 1
     elif fault is sealed:

@@ -168,5 +168,5 @@ def error(message: str, status: int, code: str | None) -> dict[str, Any]:
 
 
 def stream_error(message: str) -> bytes:
-    """An error after the headers are out; the connection is aborted right after it."""
-    return event(error(message, 500, None))
+    """Nothing: clients of this dialect ask again when the connection breaks off, and some give up at an error event (pi, qwen-code)."""
+    return b""
