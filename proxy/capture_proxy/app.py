@@ -203,7 +203,7 @@ class AgentRoutes:
             raise
         running.task = asyncio.create_task(calls.perform(self.proxy.ctx, session, call, body, running))
         try:
-            return await self._respond(request, call, running, running.task)
+            return await self._respond(request, session, call, running, running.task)
         finally:
             try:
                 if not running.delivered:
@@ -211,7 +211,9 @@ class AgentRoutes:
             finally:  # a listener that is closed cancels its handlers more than once
                 session.leave(running)
 
-    async def _respond(self, request: web.Request, call: AgentCall, running: RunningCall, task: asyncio.Task[Reply]) -> web.StreamResponse:
+    async def _respond(
+        self, request: web.Request, session: Session, call: AgentCall, running: RunningCall, task: asyncio.Task[Reply]
+    ) -> web.StreamResponse:
         """Waits for the call and writes its answer; an error before the first byte keeps its HTTP status."""
         if call.stream:
             # Only what can still be refused is awaited before the headers, and not for longer than a silence may last.
@@ -221,7 +223,7 @@ class AgentRoutes:
             finally:
                 sampling.cancel()
             if not (task.done() and (task.cancelled() or task.exception() is not None)):
-                return await self._stream(request, call, running, task)
+                return await self._stream(request, session, call, running, task)
         try:
             answer = await asyncio.shield(task)
         except CallRefused as refused:
@@ -234,10 +236,12 @@ class AgentRoutes:
         # Written here to the last byte, so that a client that has left is noticed.
         await response.prepare(request)
         await response.write_eof()
-        running.delivered = True
+        session.deliver(running)
         return response
 
-    async def _stream(self, request: web.Request, call: AgentCall, running: RunningCall, task: asyncio.Task[Reply]) -> web.StreamResponse:
+    async def _stream(
+        self, request: web.Request, session: Session, call: AgentCall, running: RunningCall, task: asyncio.Task[Reply]
+    ) -> web.StreamResponse:
         dialect = dialects.BY_NAME[call.dialect]
         stream = EventStream(request, self.proxy.settings.keepalive_s)
         response_id, created = running.response_id, running.created
@@ -250,7 +254,7 @@ class AgentRoutes:
             return stream.response
         await stream.send(dialect.stream_body(answer, call, response_id, created))
         # A client that closes from here on (some do at the terminal event) has its answer.
-        running.delivered = True
+        session.deliver(running)
         await stream.end()
         return stream.response
 

@@ -228,6 +228,7 @@ def _turn(ctx: Context, session: Session, call: AgentCall, running: RunningCall,
         has_tools=bool(call.tools),
         ruled=call.role[0] if call.role is not None else None,
         retry_mark=call.retry_mark,
+        delivered=False,
     )
     return reply, turn
 

@@ -64,6 +64,8 @@ class Turn:
     ruled: str | None = None
     """The role that a rule gave this call (`roles`)."""
     retry_mark: bool = False
+    delivered: bool = True
+    """The answer's last byte went out to the client. Stored before it is known: where the proxy died in between, it stays False."""
 
     @property
     def prompt(self) -> Ids:
@@ -180,6 +182,8 @@ class TurnGraph:
             reason = turn.reason
             if reason is None and turn.node_id not in used:
                 reason = _unused_reason(turn, by_chain[turn.chain])
+                if reason is None and not turn.delivered:
+                    reason = Reason.ABANDONED
             if reason is None and role == "auxiliary":
                 reason = Reason.AUXILIARY
             out.append(Placed(turn, branch[turn.node_id], role, reason))

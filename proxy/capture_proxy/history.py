@@ -45,4 +45,4 @@ class History:
 def _choose(turns: list[Turn], answer: Message) -> Turn:
     ids = {call["id"] for call in answer.get("tool_calls") or ()}
     minted = [turn for turn in turns if ids & set(turn.tool_call_ids)]
-    return max(minted or turns, key=lambda turn: (turn.reason is not Reason.ABANDONED, turn.seq))
+    return max(minted or turns, key=lambda turn: (turn.delivered and turn.reason is not Reason.ABANDONED, turn.seq))

@@ -34,6 +34,7 @@ def turn_to_record(turn: Turn) -> tuple[dict[str, Any], dict[str, npt.NDArray[An
     header |= {name: getattr(turn, name).hex() for name in _KEYS}
     header["reason"] = turn.reason.value if turn.reason else None
     header["ruled"] = turn.ruled
+    header["delivered"] = turn.delivered
     header["tool_call_ids"] = list(turn.tool_call_ids)
     return header, {"tail": turn.prompt[turn.keep :], "completion": turn.completion, "logps": turn.logps}
 
@@ -51,6 +52,7 @@ def turn_from_record(record: Record, known: Mapping[str, Turn]) -> Turn:
         logps=record.arrays["logps"],
         reason=Reason(header["reason"]) if header["reason"] else None,
         ruled=header.get("ruled"),  # logs from before there were rules have none
+        delivered=header.get("delivered", True),  # nor did logs always say so
         tool_call_ids=tuple(header["tool_call_ids"]),
     )
 
@@ -82,6 +84,8 @@ def trace_from_log(path: Path) -> TrainingTrace:
             graph.add(turn_from_record(record, graph.turns))
         elif record.header["t"] == "amend":
             graph.turns[record.header["node"]].reason = Reason(record.header["reason"])
+        elif record.header["t"] == "delivered":
+            graph.turns[record.header["node"]].delivered = True
     return Snapshot.of(graph).trace()
 
 

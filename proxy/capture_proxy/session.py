@@ -8,6 +8,7 @@ under a reason. Sealed is final.
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
 from collections import Counter
@@ -19,12 +20,14 @@ from capture_proxy.history import History
 from capture_proxy.reasons import Reason
 from capture_proxy.records import turn_from_record, turn_to_record
 from capture_proxy.spec import SessionSpec
-from capture_proxy.store import LogContent, SessionLog
+from capture_proxy.store import LogContent, SessionLog, StoreError
 
 CANCEL_S = 1.0
 """How long a cancelled call may take to end."""
 TRAINED = "trained"
 """Key of the trained turns among the counts by reason."""
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -112,6 +115,8 @@ class Session:
                 session._end(header["call"], Reason(header["reason"]))
             elif kind == "amend":
                 session._amend(header["node"], Reason(header["reason"]))
+            elif kind == "delivered":
+                session.graph.turns[header["node"]].delivered = True
             elif kind == "note":
                 session.findings.append(header["finding"])
             elif kind == "late":
@@ -153,6 +158,18 @@ class Session:
         if self.graph.turns[node_id].reason is None:
             self.log.append({"t": "amend", "node": node_id, "reason": reason.value})
             self._amend(node_id, reason)
+
+    def deliver(self, call: RunningCall) -> None:
+        """The answer's last byte is out. A turn without this record, as a kill leaves it, trains only if a later request holds its answer."""
+        call.delivered = True
+        if call.node_id is None:
+            return
+        try:
+            self.log.append({"t": "delivered", "node": call.node_id})
+        except StoreError as error:
+            log.error("session %s, call %d: %s", self.id, call.seq, error)
+        else:
+            self.graph.turns[call.node_id].delivered = True
 
     def note(self, code: str, detail: str, call: int | None = None) -> None:
         """Something that whoever reads the session should know."""

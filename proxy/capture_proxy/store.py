@@ -68,6 +68,8 @@ class SessionLog:
 
         Raises `StoreError` when the write fails; the log is then as it was before.
         """
+        if self._closed:
+            raise StoreError(f"capture store: {self.path} is closed")
         frame = _frame(header, arrays or {})
         try:
             _write_all(self.fd, frame)
