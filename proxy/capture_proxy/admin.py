@@ -11,6 +11,7 @@ from typing import Any
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from capture_proxy import bodies
 from capture_proxy.app import Proxy, add_agent_routes, json_errors
 from capture_proxy.auth import bearer, same_key
 from capture_proxy.records import Snapshot
@@ -47,7 +48,7 @@ class Seal(BaseModel):
 
 def main_app(proxy: Proxy) -> web.Application:
     """The main listener: admin routes and every session's agent routes."""
-    app = web.Application(client_max_size=proxy.settings.body_limit, middlewares=[json_errors])
+    app = web.Application(middlewares=[json_errors])
     routes = AdminRoutes(proxy)
     app.router.add_post("/sessions", routes.create)
     app.router.add_get("/sessions/{id}", routes.status)
@@ -70,7 +71,7 @@ class AdminRoutes:
 
     async def create(self, request: web.Request) -> web.Response:
         self._authorise(request)
-        spec = await _read(request, SessionSpec)
+        spec = await self._read(request, SessionSpec)
         if spec.template.control_tokens == "split" and self.proxy.ctx.control is None:
             raise web.HTTPBadRequest(
                 reason="template.control_tokens: split needs the model's tokenizer: start the proxy with --tokenizer FILE"
@@ -88,7 +89,7 @@ class AdminRoutes:
 
     async def seal(self, request: web.Request) -> web.Response:
         session = self._session(request)
-        await self.proxy.seal(session, (await _read(request, Seal)).grace_s)
+        await self.proxy.seal(session, (await self._read(request, Seal)).grace_s)
         return web.json_response(session.status())
 
     async def trace(self, request: web.Request) -> web.Response:
@@ -103,14 +104,14 @@ class AdminRoutes:
 
     async def hold(self, request: web.Request) -> web.Response:
         self._authorise(request)
-        hold = await _read(request, Hold)
+        hold = await self._read(request, Hold)
         self.proxy.ctx.gate.hold(hold.reason, hold.timeout_s)
         return web.json_response({"held": True})
 
     async def release(self, request: web.Request) -> web.Response:
         self._authorise(request)
         gate = self.proxy.ctx.gate
-        gate.release((await _read(request, Release)).version)
+        gate.release((await self._read(request, Release)).version)
         return web.json_response({"held": False, "version": gate.version})
 
     async def health(self, request: web.Request) -> web.Response:
@@ -147,6 +148,19 @@ class AdminRoutes:
             "calls_held": self.proxy.ctx.gate.waiting,
         }
 
+    async def _read(self, request: web.Request, model: type[Any]) -> Any:
+        """The JSON body as `model`; an empty body counts as `{}`. Raises a 400 that names the field."""
+        settings = self.proxy.settings
+        try:
+            raw = await bodies.read(request, settings.body_limit, settings.body_timeout_s)
+            return model.model_validate_json(raw or b"{}")
+        except bodies.BodyRefused as error:
+            raise web.HTTPBadRequest(reason=str(error)) from error
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"]) or "body"
+            raise web.HTTPBadRequest(reason=f"{where}: {first['msg']}".replace("\n", " ")) from error
+
     def _authorise(self, request: web.Request) -> None:
         key = bearer(request)
         if key is None or not same_key(key, self.proxy.settings.admin_key_hash):
@@ -158,17 +172,6 @@ class AdminRoutes:
         if session is None:
             raise web.HTTPNotFound(reason="no such session")
         return session
-
-
-async def _read(request: web.Request, model: type[Any]) -> Any:
-    """The JSON body as `model`; an empty body counts as `{}`. Raises a 400 that names the field."""
-    raw = await request.read() or b"{}"
-    try:
-        return model.model_validate_json(raw)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "body"
-        raise web.HTTPBadRequest(reason=f"{where}: {first['msg']}".replace("\n", " ")) from error
 
 
 def _refuse(status: int, message: str) -> web.Response:

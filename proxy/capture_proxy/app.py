@@ -18,12 +18,12 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from capture_proxy import calls, dialects, recall
+from capture_proxy import bodies, calls, dialects, limits, recall
 from capture_proxy.auth import agent_key, key_hash, new_key, same_key
 from capture_proxy.calls import Context
 from capture_proxy.certify import Certificates
 from capture_proxy.control import ControlTokens
-from capture_proxy.dialects.wire import BadRequest, loads
+from capture_proxy.dialects.wire import BadRequest
 from capture_proxy.engine import Engine, EngineError
 from capture_proxy.gate import Gate
 from capture_proxy.messages import AgentCall, Reply
@@ -36,9 +36,6 @@ from capture_proxy.settings import Settings
 from capture_proxy.spec import SessionSpec
 from capture_proxy.store import Store, StoreError, read_log
 from capture_proxy.stream import EventStream
-
-BIG_BODY = 1 << 20
-"""Bodies from this size on are parsed in a thread, so that other calls go on meanwhile."""
 
 log = logging.getLogger(__name__)
 
@@ -121,9 +118,14 @@ class Proxy:
             log.info("resumed %d sessions from %s", len(self.sessions), self.store.root)
 
 
+def server(app: web.Application, shutdown_s: float) -> web.AppRunner:
+    """A runner for any of the proxy's applications. Bodies are left as they were sent: `bodies` expands them within its limits."""
+    return web.AppRunner(app, handler_cancellation=True, shutdown_timeout=shutdown_s, access_log=None, auto_decompress=False)
+
+
 def agent_app(proxy: Proxy, only: str | None = None) -> web.Application:
     """The agent's routes. `only` restricts them to one session and leaves nothing else on the listener."""
-    app = web.Application(client_max_size=proxy.settings.body_limit, middlewares=[json_errors])
+    app = web.Application(middlewares=[json_errors])
     add_agent_routes(app, proxy, only)
     return app
 
@@ -171,10 +173,14 @@ class AgentRoutes:
         if session is None or session.state == "sealed":
             return _not_found(request)
         try:
-            call = _parsed(dialect, session, await _body(request, self.proxy.settings.body_timeout_s), request)
+            limits.check_rate(session)
+            body = await self._body(request, session)
+            call = _parsed(dialect, session, body, request)
             return web.json_response(dialect.counted(await calls.count(self.proxy.ctx, session, call)))
         except BadRequest as error:
-            return _error(request, CallRefused(400, None, str(error), Reason.REFUSED))
+            return _error(request, _refused(error))
+        except CallRefused as refused:
+            return _error(request, refused)
         except EngineError as error:
             return _error(request, refusal_of(error))
 
@@ -190,13 +196,17 @@ class AgentRoutes:
         except StoreError as error:
             return _error(request, CallRefused(503, None, str(error), Reason.ENGINE_FAILED, retry_after_s=5))
         try:
-            body = await _body(request, self.proxy.settings.body_timeout_s) | fields
+            limits.check_rate(session)
+            body = await self._body(request, session, running) | fields
             call = _parsed(dialect, session, body, request)
-        except (BadRequest, web.HTTPRequestEntityTooLarge) as error:
-            session.end(running.seq, Reason.REFUSED, str(error))
+        except (BadRequest, CallRefused) as error:
+            refused = (
+                error if isinstance(error, CallRefused) else CallRefused(getattr(error, "status", 400), None, str(error), Reason.REFUSED)
+            )
+            session.end(running.seq, refused.reason, str(refused))
             session.leave(running)
-            self.proxy.ctx.metrics.calls[Reason.REFUSED.value] += 1
-            return _error(request, CallRefused(getattr(error, "status", 400), None, str(error), Reason.REFUSED))
+            self.proxy.ctx.metrics.calls[refused.reason.value] += 1
+            return _error(request, refused)
         except BaseException:
             session.end(running.seq, Reason.ABANDONED, "the client left before its request was complete")
             session.leave(running)
@@ -270,6 +280,21 @@ class AgentRoutes:
             if running.node_id is not None:
                 session.amend(running.node_id, Reason.ABANDONED)
 
+    async def _body(self, request: web.Request, session: Session, running: RunningCall | None = None) -> dict[str, Any]:
+        """The request's JSON object. Raises `BadRequest`, and `CallRefused` where the session may not hold it."""
+        settings = self.proxy.settings
+        room = limits.body_room(session, settings.body_limit)
+        try:
+            body, raw = await bodies.read_object(request, room, settings.body_timeout_s)
+        except bodies.BodyRefused as error:
+            if error.status == 413 and room < settings.body_limit:
+                assert session.spec.limits.max_bytes is not None
+                raise limits.full(session.spec.limits.max_bytes) from error
+            raise
+        if running is not None:
+            running.body_bytes = len(raw)
+        return body
+
     def _session(self, request: web.Request) -> Session | None:
         session = self.proxy.session_of(agent_key(request))
         return session if session is None or self.only in (None, session.id) else None
@@ -289,19 +314,9 @@ def _parsed(dialect: ModuleType, session: Session, body: dict[str, Any], request
     return call if rule is None else replace(call, role=(rule.role, rule.name))
 
 
-async def _body(request: web.Request, timeout_s: float) -> dict[str, Any]:
-    try:
-        async with asyncio.timeout(timeout_s):
-            raw = await request.read()
-    except TimeoutError as error:
-        raise BadRequest(f"the body did not arrive within {timeout_s:g} s") from error
-    try:
-        body = await asyncio.to_thread(loads, raw) if len(raw) >= BIG_BODY else loads(raw)
-    except ValueError as error:
-        raise BadRequest(f"the body is not JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise BadRequest("the body must be a JSON object")
-    return body
+def _refused(error: BadRequest) -> CallRefused:
+    status = error.status if isinstance(error, bodies.BodyRefused) else 400
+    return CallRefused(status, None, str(error), Reason.REFUSED)
 
 
 def _error(request: web.Request, refused: CallRefused) -> web.Response:

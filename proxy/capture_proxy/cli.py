@@ -21,7 +21,7 @@ from aiohttp import web
 
 from capture_proxy import certify, replay
 from capture_proxy.admin import main_app
-from capture_proxy.app import Proxy
+from capture_proxy.app import Proxy, server
 from capture_proxy.auth import key_hash
 from capture_proxy.handoff import HandoffServer
 from capture_proxy.roles import listing
@@ -90,7 +90,7 @@ async def serve(settings: Settings) -> None:
         loop.add_signal_handler(number, stop.set)
     proxy = Proxy(settings)
     handoff: HandoffServer | None = None
-    runner = web.AppRunner(main_app(proxy), handler_cancellation=True, shutdown_timeout=SHUTDOWN_S, access_log=None)
+    runner = server(main_app(proxy), SHUTDOWN_S)
     try:
         await runner.setup()
         site = web.TCPSite(runner, settings.host, settings.port)

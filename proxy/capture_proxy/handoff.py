@@ -17,7 +17,7 @@ from typing import Any
 
 from aiohttp import web
 
-from capture_proxy.app import Proxy, agent_app
+from capture_proxy.app import Proxy, agent_app, server
 from capture_proxy.auth import same_key
 
 MAX_LINE = 65536
@@ -102,7 +102,7 @@ class HandoffServer:
             if not listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 raise OSError("the socket is not listening")
             listener.setblocking(False)
-            runner = web.AppRunner(agent_app(self.proxy, only=session_id), handler_cancellation=True, shutdown_timeout=1.0, access_log=None)
+            runner = server(agent_app(self.proxy, only=session_id), 1.0)
             await runner.setup()
             await web.SockSite(runner, listener).start()
         except OSError as error:

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -41,6 +41,8 @@ class RunningCall:
     task: asyncio.Task[Any] | None = None
     sampling: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the call has passed every check that can refuse it and is being sampled."""
+    body_bytes: int = 0
+    """Size of its request."""
     admitted: bool = False
     """It counts against `max_calls`."""
     cancel_reason: Reason = Reason.ABANDONED
@@ -79,6 +81,8 @@ class Session:
         self.findings: list[dict[str, Any]] = []
         self.last_call_at: float | None = None
         self.first_prompt_len: int | None = None
+        self.recent_calls: deque[float] = deque()
+        """When the calls of the last minute came (monotonic), where the session has such a limit."""
         limit = spec.limits.max_concurrent_calls
         self.slots: asyncio.Semaphore | None = asyncio.Semaphore(limit) if limit is not None else None
         self._seq = 0
@@ -160,7 +164,7 @@ class Session:
             self._amend(node_id, reason)
 
     def deliver(self, call: RunningCall) -> None:
-        """The answer's last byte is out. A turn without this record, as a kill leaves it, trains only if a later request holds its answer."""
+        """The answer's last byte is out. Without this record, as after a kill, a turn trains only if a later request holds its answer."""
         call.delivered = True
         if call.node_id is None:
             return

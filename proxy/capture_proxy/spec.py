@@ -42,6 +42,10 @@ class Limits(BaseModel):
     """Seconds after creation from which on every call is refused."""
     max_concurrent_calls: Count | None = None
     """Further calls wait for their turn."""
+    max_calls_per_minute: Count | None = None
+    """Further calls get a 429 that says when to come again. Counts of tokens are calls here too."""
+    max_bytes: Count | None = None
+    """Bytes that the session holds: its log (requests, ids, answers) and the request bodies in flight."""
 
 
 class Template(BaseModel):

@@ -13,7 +13,7 @@ from aiohttp import web
 from proxy.fake_engine import FakeEngine
 from trials import run_trial
 
-from capture_proxy.app import Proxy, agent_app
+from capture_proxy.app import Proxy, agent_app, server
 from capture_proxy.auth import key_hash
 from capture_proxy.engine import Retry
 from capture_proxy.records import Snapshot
@@ -49,7 +49,7 @@ async def test_a_task_is_solved_offline_in_one_conversation(
         settings = Settings((engine.url,), "policy", tmp_path / "store", key_hash("x" * 20), retry=Retry(total_s=1.0, base_s=0.01))
         proxy = Proxy(settings)
         session, key = proxy.create_session(SessionSpec())
-        runner = web.AppRunner(agent_app(proxy, session.id), handler_cancellation=True, access_log=None)
+        runner = server(agent_app(proxy, session.id), 0.5)
         await runner.setup()
 
         async def serve(listener: socket.socket) -> None:

@@ -15,7 +15,7 @@ from fake_engine import FakeEngine
 from proxy_helpers import ADMIN_KEY, Serve, Served
 
 from capture_proxy.admin import main_app
-from capture_proxy.app import Proxy
+from capture_proxy.app import Proxy, server
 from capture_proxy.auth import key_hash
 from capture_proxy.client import ProxyClient
 from capture_proxy.engine import Retry
@@ -46,7 +46,7 @@ async def serve(tmp_path: Path, certificates: Path) -> AsyncIterator[Serve]:
             )
             proxy = Proxy(settings)
             stack.push_async_callback(proxy.close)
-            runner = web.AppRunner(main_app(proxy), handler_cancellation=True, shutdown_timeout=0.5, access_log=None)
+            runner = server(main_app(proxy), 0.5)
             await runner.setup()
             await web.TCPSite(runner, "127.0.0.1", 0).start()
             stack.push_async_callback(runner.cleanup)

@@ -12,6 +12,7 @@ import pytest
 from fake_engine import FakeEngine
 from proxy_helpers import ADMIN_KEY, BASH, USER, Agent, Serve, Served, until
 
+from capture_proxy import limits
 from capture_proxy.client import ProxyError
 
 ASK: dict[str, Any] = {"model": "m", "messages": USER, "tools": [BASH]}
@@ -105,6 +106,63 @@ async def test_admission_that_takes_too_long_is_429_with_retry_after(engine: Fak
         assert response.status == 429
         assert 0 < int(response.headers["Retry-After"]) <= 60
     assert (await first)[0] == 200
+
+
+async def test_calls_per_minute_beyond_the_limit_are_429_until_the_oldest_is_a_minute_old(
+    served: Served, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent, created = await served.agent(limits={"max_calls_per_minute": 2})
+    other, _ = await served.agent()
+    now = 1000.0
+    monkeypatch.setattr(limits, "monotonic", lambda: now)
+    url, headers = agent.base + "/chat/completions", {"Authorization": f"Bearer {agent.key}"}
+
+    async def ask() -> tuple[int, str | None]:
+        async with served.http.post(url, json={**ASK, "stream": True}, headers=headers) as response:
+            await response.read()
+            return response.status, response.headers.get("Retry-After")
+
+    assert (await ask())[0] == 200
+    now += 10.5
+    assert (await ask())[0] == 200
+    assert await ask() == (429, "50")  # 49.5 s are left
+    now += 49.4
+    assert await ask() == (429, "1")
+    assert (await other.post(ASK))[0] == 200
+    now += 0.2
+    assert (await ask())[0] == 200
+    assert await ask() == (429, "11")
+    assert (await served.admin.status(created.session_id))["calls_by_reason"] == {"trained": 3, "limit": 3}
+
+
+async def test_counts_of_tokens_are_calls_of_the_minute_too(served: Served, engine: FakeEngine) -> None:
+    created = await served.session(limits={"max_calls_per_minute": 1})
+    body = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
+    for status in (200, 429):
+        async with served.http.post(
+            served.url + "/v1/messages/count_tokens", json=body, headers={"x-api-key": created.api_key}
+        ) as response:
+            assert response.status == status
+            assert ("Retry-After" in response.headers) is (status == 429)
+
+
+async def test_a_session_that_holds_all_its_bytes_has_a_full_context(served: Served, engine: FakeEngine) -> None:
+    agent, created = await served.agent(limits={"max_bytes": 200_000})
+    for n in range(20):
+        body = {**ASK, "messages": [*agent.messages, {"role": "user", "content": f"{n} " + "x" * 20_000}]}
+        status, answer = await agent.post(body)
+        if status != 200:
+            break
+        agent.messages = [*body["messages"], answer["choices"][0]["message"]]
+    assert is_full_context(status, answer) and "max_bytes" in answer["error"]["message"]
+    # Each call adds its 20 kB to the log once, and the whole conversation is in flight once.
+    assert 3 <= n <= 5
+    assert served.proxy.store.path(created.session_id).stat().st_size < 200_000
+    assert is_full_context(*await agent.post({**ASK, "messages": [{"role": "user", "content": "x" * 200_000}]}))
+    assert (await served.admin.status(created.session_id))["calls_by_reason"] == {"trained": n, "limit": 2}
+    assert (await agent.post(ASK))[0] == 200  # what is small still fits
+    other, _ = await served.agent()
+    assert (await other.post({**ASK, "messages": [{"role": "user", "content": "x" * 200_000}]}))[0] == 200
 
 
 # -- seal and late calls ----------------------------------------------------
