@@ -80,7 +80,7 @@ class AdminRoutes:
             session, key = self.proxy.create_session(spec)
         except StoreError as error:
             return _refuse(503, str(error))
-        root = f"http://{request.host}"
+        root = f"{request.scheme}://{request.host}"
         urls = {"openai": root + "/v1", "anthropic": root, "gemini": root}
         return web.json_response({"session_id": session.id, "api_key": key, "base_urls": urls}, status=201)
 

@@ -18,7 +18,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from capture_proxy import bodies, calls, dialects, limits, recall
+from capture_proxy import bodies, calls, dialects, limits, recall, schemas
 from capture_proxy.auth import agent_key, key_hash, new_key, same_key
 from capture_proxy.calls import Context
 from capture_proxy.certify import Certificates
@@ -305,6 +305,7 @@ def _parsed(dialect: ModuleType, session: Session, body: dict[str, Any], request
     try:
         whole = recall.expanded(body, session.graph) if dialect is dialects.responses else body
         call: AgentCall = dialect.parse(whole, request.headers)
+        schemas.check_references(call)
         rule = session.spec.roles.find(call, request.headers)
     except BadRequest:
         raise

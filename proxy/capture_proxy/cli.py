@@ -13,9 +13,11 @@ import ipaddress
 import logging
 import resource
 import signal
+import ssl
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from aiohttp import web
 
@@ -44,8 +46,11 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--model", required=True, metavar="NAME", help="the model name that the engines serve")
     p.add_argument("--store", required=True, type=Path, metavar="DIR", help="folder of the session logs")
     p.add_argument("--admin-key-file", required=True, type=Path, metavar="FILE", help="file that holds the admin key")
-    p.add_argument("--host", default=Settings.host, help="address to listen on (default: %(default)s; loopback only)")
+    p.add_argument("--host", default=Settings.host, help="address to listen on (default: %(default)s); any other than loopback needs TLS")
     p.add_argument("--port", type=int, default=Settings.port, help="port to listen on, 0 for any (default: %(default)s)")
+    p.add_argument("--tls-cert", type=Path, metavar="FILE", help="certificate chain (PEM): serve HTTPS")
+    p.add_argument("--tls-key", type=Path, metavar="FILE", help="its private key (PEM), where --tls-cert does not hold it")
+    p.add_argument("--insecure-remote", action="store_true", help="listen beyond loopback in plain HTTP")
     p.add_argument("--handoff-socket", type=Path, metavar="PATH", help="Unix socket on which control hands over listening sockets")
     p.add_argument("--capture", choices=("auto", "tokens", "chat"), default=Settings.capture, help="how to sample (default: %(default)s)")
     p.add_argument(
@@ -66,8 +71,11 @@ def settings_from(args: argparse.Namespace) -> Settings:
     for url in args.engine:
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"--engine: {url!r} is no http(s) URL")
-    if not _is_loopback(args.host):
-        raise ValueError(f"--host: {args.host!r} is not a loopback address; the proxy speaks plain HTTP and listens on loopback only")
+        if urlsplit(url).username is not None:
+            raise ValueError("--engine: a URL with a name or password in it would show them in logs and traces; leave them out")
+    tls = _tls(args.tls_cert, args.tls_key)
+    if tls is None and not args.insecure_remote and not _is_loopback(args.host):
+        raise ValueError(f"--host: {args.host!r} is not a loopback address; add --tls-cert and --tls-key, or --insecure-remote")
     return Settings(
         engines=tuple(args.engine),
         model=args.model,
@@ -75,6 +83,7 @@ def settings_from(args: argparse.Namespace) -> Settings:
         admin_key_hash=key_hash(key),
         host=args.host,
         port=args.port,
+        tls=tls,
         handoff_socket=args.handoff_socket,
         capture=args.capture,
         tokenizer=args.tokenizer,
@@ -93,13 +102,14 @@ async def serve(settings: Settings) -> None:
     runner = server(main_app(proxy), SHUTDOWN_S)
     try:
         await runner.setup()
-        site = web.TCPSite(runner, settings.host, settings.port)
+        site = web.TCPSite(runner, settings.host, settings.port, ssl_context=settings.tls)
         await site.start()
         if settings.handoff_socket is not None:
             handoff = HandoffServer(proxy, settings.handoff_socket)
             handoff.start()
         port = runner.addresses[0][1]
-        print(f"capture-proxy listening on http://{settings.host}:{port}", flush=True)
+        scheme = "http" if settings.tls is None else "https"
+        print(f"capture-proxy listening on {scheme}://{settings.host}:{port}", flush=True)
         await stop.wait()
     finally:
         if handoff is not None:
@@ -134,6 +144,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"capture-proxy: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _tls(cert: Path | None, key: Path | None) -> ssl.SSLContext | None:
+    """The server's TLS, if there is a certificate. Raises `ValueError` with one line for the user."""
+    if cert is None:
+        if key is not None:
+            raise ValueError("--tls-key: needs --tls-cert")
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(cert, key, password="")
+    except OSError as error:
+        raise ValueError(
+            f"--tls-cert: cannot use {cert} with key {key or cert} ({error}); both must be PEM, the key without a password"
+        ) from error
+    return context
 
 
 def _is_loopback(host: str) -> bool:

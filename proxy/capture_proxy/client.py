@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from dataclasses import dataclass
+import ssl
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -32,7 +33,7 @@ class CreatedSession:
     """What `POST /sessions` answers. The key is known here and nowhere else: the proxy keeps its hash."""
 
     session_id: str
-    api_key: str
+    api_key: str = field(repr=False)
     base_urls: dict[str, str]
     """For the proxy's main listener: `openai`, `anthropic`, `gemini`."""
 
@@ -40,12 +41,14 @@ class CreatedSession:
 class ProxyClient:
     """Admin client. Use as `async with ProxyClient(url, key) as proxy:` or call `close()` at the end."""
 
-    def __init__(self, base_url: str, admin_key: str, timeout_s: float = 60.0) -> None:
+    def __init__(self, base_url: str, admin_key: str, timeout_s: float = 60.0, ca_file: Path | None = None) -> None:
+        """`ca_file` holds the certificates that vouch for the proxy's, where the system's do not."""
         self.base_url = base_url.rstrip("/")
         self.admin_key = admin_key
         """For `handoff_listener`."""
         self._headers = {"Authorization": f"Bearer {admin_key}"}
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
+        self._ssl = ssl.create_default_context(cafile=ca_file) if ca_file is not None else True
         self._http: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> ProxyClient:
@@ -120,7 +123,7 @@ class ProxyClient:
 
     async def _request(self, method: str, path: str, body: Any, headers: dict[str, str] | None = None) -> tuple[int, bytes]:
         if self._http is None:
-            self._http = aiohttp.ClientSession(timeout=self._timeout)
+            self._http = aiohttp.ClientSession(timeout=self._timeout, connector=aiohttp.TCPConnector(ssl=self._ssl))
         try:
             async with self._http.request(
                 method, self.base_url + path, json=body, headers={**self._headers, **(headers or {})}, allow_redirects=False

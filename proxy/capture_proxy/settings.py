@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -25,6 +26,8 @@ class Settings:
     """sha256 (hex) of the admin key."""
     host: str = "127.0.0.1"
     port: int = 8300
+    tls: ssl.SSLContext | None = None
+    """With a certificate: the main listener speaks HTTPS. Handed-off listeners never do."""
     handoff_socket: Path | None = None
     """Unix socket on which control hands over listening sockets."""
     capture: Capture = "auto"

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -101,3 +104,24 @@ async def until(condition: Callable[[], Any], seconds: float = 5.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def process(engine: FakeEngine, root: Path, *flags: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
+    """A real proxy process and its URL; killed at the end when it still runs. What it logs is in `root/log`."""
+    key_file = root / "admin.key"
+    key_file.write_text(ADMIN_KEY + "\n")
+    args = ["--engine", engine.url, "--model", "policy", "--store", str(root / "store"), "--admin-key-file", str(key_file), "--port", "0"]
+    with (root / "log").open("ab") as log:
+        child = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "capture_proxy", *args, *flags, stdout=asyncio.subprocess.PIPE, stderr=log
+        )
+    try:
+        assert child.stdout is not None
+        line = (await asyncio.wait_for(child.stdout.readline(), 30)).decode()
+        assert line.startswith("capture-proxy listening on http"), line
+        yield child, line.split()[-1]
+    finally:
+        if child.returncode is None:
+            child.kill()
+        await child.wait()

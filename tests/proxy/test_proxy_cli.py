@@ -29,6 +29,9 @@ def flags(tmp_path: Path, **changes: str) -> list[str]:
         ({"--engine": "localhost:8000"}, "--engine"),
         ({"--host": "0.0.0.0"}, "--host"),
         ({"--host": "example.org"}, "--host"),
+        ({"--tls-key": "/nowhere/key"}, "--tls-cert"),
+        ({"--tls-cert": "/nowhere/cert"}, "--tls-cert"),
+        ({"--engine": "http://me:secret@127.0.0.1:1"}, "--engine"),
     ],
 )
 def test_wrong_input_ends_with_2_and_one_line(

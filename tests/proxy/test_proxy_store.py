@@ -7,9 +7,6 @@ import errno
 import json
 import os
 import signal
-import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +16,7 @@ import pytest
 from fake_engine import FakeEngine
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from proxy_helpers import ADMIN_KEY, BASH, USER, Agent, Serve, assert_chain, until
+from proxy_helpers import ADMIN_KEY, BASH, USER, Agent, Serve, assert_chain, process, until
 
 from capture_proxy import store as store_module
 from capture_proxy.client import ProxyClient, ProxyError
@@ -164,26 +161,6 @@ async def test_full_disk_is_a_503_and_leaves_the_log_whole(
     assert read_log(path).torn_bytes == 0
     assert trace_from_log(path) == trace
     assert (await served.admin.status(created.session_id))["in_flight"] == 0
-
-
-@asynccontextmanager
-async def process(engine: FakeEngine, root: Path, *flags: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
-    """A real proxy process; killed at the end when it still runs."""
-    key_file = root / "admin.key"
-    key_file.write_text(ADMIN_KEY + "\n")
-    args = ["--engine", engine.url, "--model", "policy", "--store", str(root / "store"), "--admin-key-file", str(key_file), "--port", "0"]
-    child = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "capture_proxy", *args, *flags, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
-    )
-    try:
-        assert child.stdout is not None
-        line = (await asyncio.wait_for(child.stdout.readline(), 30)).decode()
-        assert line.startswith("capture-proxy listening on http://"), line
-        yield child, line.split()[-1]
-    finally:
-        if child.returncode is None:
-            child.kill()
-        await child.wait()
 
 
 @pytest.mark.parametrize("durability", ["process", "host"])
