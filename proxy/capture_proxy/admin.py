@@ -136,7 +136,8 @@ class AdminRoutes:
         ctx = self.proxy.ctx
         totals = ctx.metrics.totals
         totals["engine_retries"] = sum(engine.retries for engine in ctx.pool.engines)
-        text = ctx.metrics.text(self._gauges(), await ctx.pool.states())
+        totals["engine_moves"] = ctx.pool.moves
+        text = ctx.metrics.text(self._gauges(), await ctx.pool.states(), ctx.pool.load())
         return web.Response(text=text, content_type="text/plain")
 
     def _gauges(self) -> dict[str, float]:

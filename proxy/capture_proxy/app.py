@@ -28,7 +28,7 @@ from capture_proxy.engine import Engine, EngineError
 from capture_proxy.gate import Gate
 from capture_proxy.messages import AgentCall, Reply
 from capture_proxy.metrics import Metrics
-from capture_proxy.pool import EnginePool
+from capture_proxy.pool import EnginePool, patience
 from capture_proxy.reasons import Reason
 from capture_proxy.refusal import CallRefused, refusal_of
 from capture_proxy.session import RunningCall, Session
@@ -49,8 +49,10 @@ class Proxy:
         self.http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), trust_env=False)
         gate = Gate()
         control = ControlTokens(settings.tokenizer) if settings.tokenizer is not None else None
-        engines = [Engine(url, settings.model, self.http, settings.retry, settings.generate_timeout_s, gate) for url in settings.engines]
-        self.ctx = Context(settings, EnginePool(engines), gate, Metrics(), Certificates(settings.certificates or settings.store), control)
+        retry = patience(settings.retry, len(settings.engines))
+        engines = [Engine(url, settings.model, self.http, retry, settings.generate_timeout_s, gate) for url in settings.engines]
+        pool = EnginePool(engines, gate, settings.retry.total_s)
+        self.ctx = Context(settings, pool, gate, Metrics(), Certificates(settings.certificates or settings.store), control)
         self.sessions: dict[str, Session] = {}
         self._by_key: dict[str, Session] = {}
         self.listeners: dict[str, list[web.AppRunner]] = {}

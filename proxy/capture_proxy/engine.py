@@ -37,6 +37,10 @@ class EngineUnavailable(EngineError):
     """No answer within the allowed time and retries; another engine may do."""
 
 
+class PolicyHeld(EngineUnavailable):
+    """The gate stayed closed too long; no engine will do."""
+
+
 class EngineRefused(EngineError):
     """The engine says that the request itself is wrong (4xx)."""
 
@@ -242,7 +246,7 @@ class Engine:
                 await self._gate.wait()
                 status, answer = await self._once(method, path, body, timeout_s)
             except HeldTooLong as error:
-                raise EngineUnavailable(f"engine {self.url}{path}: {error}") from error
+                raise PolicyHeld(f"engine {self.url}{path}: {error}") from error
             except aiohttp.ConnectionTimeoutError as error:
                 status, answer = None, f"no connection within {CONNECT_TIMEOUT_S:g} s ({error})"
             except TimeoutError as error:

@@ -17,7 +17,7 @@ class Metrics:
     totals: Counter[str] = field(default_factory=Counter)
     """Plain counters by name."""
 
-    def text(self, gauges: dict[str, float], engines: dict[str, bool]) -> str:
+    def text(self, gauges: dict[str, float], engines: dict[str, bool], load: dict[str, dict[str, int]]) -> str:
         """The exposition format, version 0.0.4."""
         lines = [f"# TYPE {PREFIX}calls_total counter"]
         lines += [f'{PREFIX}calls_total{{outcome="{outcome}"}} {n}' for outcome, n in sorted(self.calls.items())]
@@ -27,4 +27,7 @@ class Metrics:
             lines += [f"# TYPE {PREFIX}{name} gauge", f"{PREFIX}{name} {gauge:g}"]
         lines.append(f"# TYPE {PREFIX}engine_up gauge")
         lines += [f'{PREFIX}engine_up{{engine="{url}"}} {int(up)}' for url, up in engines.items()]
+        for name in ("sessions", "in_flight"):
+            lines.append(f"# TYPE {PREFIX}engine_{name} gauge")
+            lines += [f'{PREFIX}engine_{name}{{engine="{url}"}} {of[name]}' for url, of in load.items()]
         return "\n".join(lines) + "\n"

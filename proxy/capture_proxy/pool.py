@@ -1,7 +1,8 @@
 """Several engines behind one name.
 
-Invariant: a session keeps to one engine (its prefix cache) until that engine fails; then the call goes to the next one that is up, at most
-once round, and the session stays there.
+Invariant: a session keeps to one engine (its prefix cache) until that engine fails or has much more to do than another; then its calls go
+to one that is up, and the session stays there. Of several engines none is asked before it has the version that control released: an engine
+that was started again has the weights of its model folder until it is synced.
 """
 
 from __future__ import annotations
@@ -10,52 +11,77 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import TypeVar
 
-from capture_proxy.engine import Engine, EngineUnavailable
+from capture_proxy.engine import Engine, EngineUnavailable, PolicyHeld, Retry
+from capture_proxy.gate import Gate
 
 T = TypeVar("T")
 
 COOL_DOWN_S = 10.0
 """How long a failed engine is asked only when no other one is up."""
+MOVE_AFTER_S = 2.0
+"""How long a call asks an engine that does not answer, where there is another."""
+PAUSE_S = 0.5
+"""Between two rounds over all engines."""
+SLACK = 8
+"""Calls that an engine may have in flight beyond twice those of the least busy one before a session leaves it."""
 
 log = logging.getLogger(__name__)
+
+
+def patience(retry: Retry, engines: int) -> Retry:
+    """How long one engine of so many is asked again; the pool goes round until `retry.total_s` is over."""
+    return retry if engines == 1 else replace(retry, total_s=min(retry.total_s, MOVE_AFTER_S))
 
 
 class EnginePool:
     """Sticky choice of engine per session."""
 
-    def __init__(self, engines: list[Engine]) -> None:
+    def __init__(self, engines: list[Engine], gate: Gate, total_s: float) -> None:
         self.engines = engines
+        self.moves = 0
+        """Sessions that went to another engine."""
+        self._gate = gate
+        self._total_s = total_s
         self._of_session: dict[str, int] = {}
         self._down_until = [0.0] * len(engines)
-        self._next = 0
+        self._in_flight = [0] * len(engines)
+        self._has: list[str | None] = [None] * len(engines)
+        """The version that each engine was seen to serve, since it last failed."""
 
     def is_down(self, index: int) -> bool:
         return time.monotonic() < self._down_until[index]
 
     async def use(self, session_id: str, work: Callable[[Engine], Awaitable[T]]) -> T:
-        """`work(engine)` on the session's engine, or on the next ones when it is unavailable. Raises the last `EngineUnavailable`."""
-        if session_id not in self._of_session:
-            self._of_session[session_id] = self._assign()
-        first = self._of_session[session_id]
-        order = [(first + i) % len(self.engines) for i in range(len(self.engines))]
-        order.sort(key=self.is_down)
-        failure: EngineUnavailable | None = None
-        for index in order:
-            try:
-                result = await work(self.engines[index])
-            except EngineUnavailable as error:
-                log.warning("%s", error)
-                failure = error
-                self._down_until[index] = time.monotonic() + COOL_DOWN_S
-                self.engines[index].forget()
-                continue
-            self._of_session[session_id] = index
-            self._down_until[index] = 0.0
-            return result
-        assert failure is not None
-        raise failure
+        """`work(engine)` on the session's engine, or on the others when it is unavailable. Raises the last `EngineUnavailable`."""
+        deadline = time.monotonic() + self._total_s
+        while True:
+            failure: EngineUnavailable | None = None
+            for index in self._order(session_id):
+                if failure is not None and time.monotonic() > deadline:
+                    break
+                try:
+                    await self._check_version(index)
+                    result = await self._work(index, work)
+                except PolicyHeld:
+                    raise
+                except EngineUnavailable as error:
+                    log.warning("%s", error)
+                    failure = error
+                    self._down_until[index] = time.monotonic() + COOL_DOWN_S
+                    self._has[index] = None
+                    self.engines[index].forget()
+                    continue
+                self.moves += self._of_session.get(session_id, index) != index
+                self._of_session[session_id] = index
+                self._down_until[index] = 0.0
+                return result
+            assert failure is not None
+            if len(self.engines) == 1 or time.monotonic() + PAUSE_S > deadline:
+                raise failure
+            await asyncio.sleep(PAUSE_S)
 
     def forget(self, session_id: str) -> None:
         self._of_session.pop(session_id, None)
@@ -65,6 +91,40 @@ class EnginePool:
         alive = await asyncio.gather(*(engine.alive() for engine in self.engines))
         return {engine.url: up for engine, up in zip(self.engines, alive, strict=True)}
 
-    def _assign(self) -> int:
-        self._next += 1
-        return (self._next - 1) % len(self.engines)
+    def load(self) -> dict[str, dict[str, int]]:
+        """URL -> its sessions and calls in flight."""
+        sessions = self._sessions()
+        return {engine.url: {"sessions": sessions[index], "in_flight": self._in_flight[index]} for index, engine in enumerate(self.engines)}
+
+    async def _work(self, index: int, work: Callable[[Engine], Awaitable[T]]) -> T:
+        self._in_flight[index] += 1
+        try:
+            return await work(self.engines[index])
+        finally:
+            self._in_flight[index] -= 1
+
+    async def _check_version(self, index: int) -> None:
+        """Raises `EngineUnavailable` while one of several engines serves another version than the released one."""
+        wanted = self._gate.version
+        if len(self.engines) == 1 or wanted is None or self._has[index] == wanted:
+            return
+        engine = self.engines[index]
+        served = await engine.version()
+        if served not in (None, wanted):
+            raise EngineUnavailable(f"engine {engine.url} serves version {served}, the policy is {wanted}")
+        self._has[index] = wanted
+
+    def _order(self, session_id: str) -> list[int]:
+        """The session's engine, then the others, the least busy first; those that failed lately last."""
+        others = sorted(range(len(self.engines)), key=lambda i: (self.is_down(i), self._in_flight[i]))
+        mine = self._of_session.get(session_id)
+        if mine is None:
+            sessions = self._sessions()
+            mine = min(others, key=lambda i: (self.is_down(i), sessions[i]))
+        elif self._in_flight[mine] > 2 * self._in_flight[others[0]] + SLACK:
+            mine = others[0]
+        return sorted([mine, *(i for i in others if i != mine)], key=self.is_down)
+
+    def _sessions(self) -> list[int]:
+        held = list(self._of_session.values())
+        return [held.count(index) for index in range(len(self.engines))]
