@@ -18,7 +18,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from capture_proxy import bodies, calls, dialects, limits, recall, schemas
+from capture_proxy import bigjson, bodies, calls, dialects, limits, recall, schemas
 from capture_proxy.auth import agent_key, key_hash, new_key, same_key
 from capture_proxy.calls import Context
 from capture_proxy.certify import Certificates
@@ -200,7 +200,7 @@ class AgentRoutes:
         try:
             limits.check_rate(session)
             body = await self._body(request, session, running) | fields
-            call = _parsed(dialect, session, body, request)
+            call = await bigjson.off_loop(running.body_bytes, _parsed, dialect, session, body, request)
         except (BadRequest, CallRefused) as error:
             refused = (
                 error if isinstance(error, CallRefused) else CallRefused(getattr(error, "status", 400), None, str(error), Reason.REFUSED)

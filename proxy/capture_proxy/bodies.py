@@ -14,6 +14,7 @@ from typing import Any
 
 from aiohttp import web
 
+from capture_proxy.bigjson import BIG, off_loop
 from capture_proxy.dialects.wire import BadRequest, loads
 
 if sys.version_info >= (3, 14):
@@ -21,8 +22,6 @@ if sys.version_info >= (3, 14):
 else:
     from backports.zstd import DecompressionParameter, ZstdDecompressor, ZstdError
 
-BIG = 1 << 20
-"""Bodies from this size on are parsed in a thread, so that other calls go on meanwhile."""
 SLICE = 1 << 16
 """Compressed bytes that are expanded in one step, and expanded bytes that one step gives at most."""
 KEPT = 8 << 20
@@ -61,7 +60,7 @@ async def read(request: web.Request, limit: int, timeout_s: float) -> bytes:
                 parts.append(part)
     except TimeoutError as error:
         raise BodyRefused(f"the body did not arrive within {timeout_s:g} s", 408) from error
-    raw = parts[0] if len(parts) == 1 else b"".join(parts)
+    raw = await off_loop(size, b"".join, parts)
     if coding in ("", "identity") or not raw:
         return raw
     return await asyncio.to_thread(expand, raw, coding, limit)
@@ -71,7 +70,7 @@ async def read_object(request: web.Request, limit: int, timeout_s: float) -> tup
     """The body as a JSON object, and its bytes. Raises `BadRequest`."""
     raw = await read(request, limit, timeout_s)
     try:
-        body = await asyncio.to_thread(loads, raw) if len(raw) >= BIG else loads(raw)
+        body = await asyncio.to_thread(loads, raw, True) if len(raw) >= BIG else loads(raw)
     except ValueError as error:
         raise BadRequest(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):

@@ -149,8 +149,7 @@ async def _answer(ctx: Context, session: Session, call: AgentCall, body: dict[st
         return reply
     base, keep, request = session.graph.place(turn.parent, turn.prompt, body)
     turn.base, turn.keep, turn.request = base, keep, request
-    stored = session.record(turn)
-    running.node_id = turn.node_id
+    stored = await session.record(running, turn)
     _count(ctx.metrics, sampled, turn)
     await stored
     return reply

@@ -8,6 +8,7 @@ followed, and a cancelled call closes its upstream connection, which makes the e
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import time
 from collections.abc import Callable
@@ -17,6 +18,8 @@ from typing import Any, TypeVar
 import aiohttp
 import numpy as np
 
+from capture_proxy import bigjson
+from capture_proxy.bigjson import BIG, off_loop
 from capture_proxy.codec import Ids, Logps
 from capture_proxy.gate import Gate, HeldTooLong
 from capture_proxy.sample import BadSample, Sample, chat_sample, generate_sample, prompt_scores
@@ -241,10 +244,11 @@ class Engine:
         """
         deadline = time.monotonic() + self._retry.total_s
         attempt = errors = 0
+        data = None if body is None else await off_loop(_text_size(body), _encoded, body)
         while True:
             try:
                 await self._gate.wait()
-                status, answer = await self._once(method, path, body, timeout_s)
+                status, answer = await self._once(method, path, data, timeout_s)
             except HeldTooLong as error:
                 raise PolicyHeld(f"engine {self.url}{path}: {error}") from error
             except aiohttp.ConnectionTimeoutError as error:
@@ -268,10 +272,24 @@ class Engine:
             await asyncio.sleep(self._backoff(attempt))
             attempt += 1
 
-    async def _once(self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float) -> tuple[int, str]:
+    async def _once(self, method: str, path: str, body: bytes | None, timeout_s: float) -> tuple[int, str]:
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
-        async with self._http.request(method, self.url + path, json=body, timeout=timeout, allow_redirects=False) as response:
+        # A stream is sent piece by piece, other calls' turns in between.
+        data = io.BytesIO(body) if body is not None and len(body) >= BIG else body
+        headers = {} if body is None else {"Content-Type": "application/json"}
+        async with self._http.request(
+            method, self.url + path, data=data, headers=headers, timeout=timeout, allow_redirects=False
+        ) as response:
             return response.status, await response.text()
+
+
+def _encoded(body: dict[str, Any]) -> bytes:
+    return (bigjson.dumps(body, json.dumps, ", ", ": ") if _text_size(body) >= BIG else json.dumps(body)).encode()
+
+
+def _text_size(body: dict[str, Any]) -> int:
+    """About how long a chat request is."""
+    return sum(len(content) for message in body.get("messages", ()) if type(content := message.get("content")) is str)
 
 
 def json_object(text: str, where: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from capture_proxy.graph import Placed, Turn, TurnGraph
 from capture_proxy.reasons import Reason
-from capture_proxy.store import Record, StoreError, read_log
+from capture_proxy.store import Record, StoreError, frame, read_log
 from capture_proxy.trace import TrainingTrace, TrainingTurn, hash_sample
 
 if TYPE_CHECKING:
@@ -37,6 +37,11 @@ def turn_to_record(turn: Turn) -> tuple[dict[str, Any], dict[str, npt.NDArray[An
     header["delivered"] = turn.delivered
     header["tool_call_ids"] = list(turn.tool_call_ids)
     return header, {"tail": turn.prompt[turn.keep :], "completion": turn.completion, "logps": turn.logps}
+
+
+def turn_frame(turn: Turn, big: bool = False) -> bytes:
+    """A turn's record as it stands in the log. `big`: see `bigjson`."""
+    return frame(*turn_to_record(turn), big)
 
 
 def turn_from_record(record: Record, known: Mapping[str, Turn]) -> Turn:

@@ -11,6 +11,7 @@ import secrets
 from dataclasses import dataclass
 from typing import Any
 
+from capture_proxy.bigjson import off_loop
 from capture_proxy.certify import Certificates
 from capture_proxy.codec import Ids
 from capture_proxy.control import USUAL, ControlTokens, quoted
@@ -69,7 +70,8 @@ async def sample_by_tokens(
     template = session.spec.template
     kwargs = template.chat_template_kwargs
     view = View(engine, chat_fields(call, kwargs), control if template.control_tokens == "split" else None)
-    keys = chain_keys(call.messages, context_key(call.tools, kwargs), session.spec.shows_reasoning)
+    context, shown = context_key(call.tools, kwargs), session.spec.shows_reasoning
+    keys = await off_loop(running.body_bytes, chain_keys, call.messages, context, shown)
     continuation = session.history.find(call.messages, keys)
     certificate = await certificates.of(engine, kwargs)
     built = await build_prompt(view, call.messages, continuation, certificate, session.spec.history == "keep_reasoning")

@@ -15,10 +15,11 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from capture_proxy.bigjson import BIG, off_loop
 from capture_proxy.graph import Turn, TurnGraph
 from capture_proxy.history import History
 from capture_proxy.reasons import Reason
-from capture_proxy.records import turn_from_record, turn_to_record
+from capture_proxy.records import turn_frame, turn_from_record
 from capture_proxy.spec import SessionSpec
 from capture_proxy.store import LogContent, SessionLog, StoreError
 
@@ -146,11 +147,26 @@ class Session:
         self.last_call_at = call.started_at
         return call
 
-    def record(self, turn: Turn) -> asyncio.Future[None]:
-        """Stores a turn; the future is done when it may be shown to the agent."""
-        stored = self.log.append(*turn_to_record(turn))
+    async def record(self, call: RunningCall, turn: Turn) -> asyncio.Future[None]:
+        """Stores a call's turn, of a cancelled call whole or not at all; the future is done when it may be shown to the agent."""
+        big = call.body_bytes >= BIG
+        frame = await off_loop(call.body_bytes, turn_frame, turn, big)
+        cancelled: asyncio.CancelledError | None = None
+        if not big:
+            self.log.put(frame)
+        else:
+            writing = asyncio.create_task(asyncio.to_thread(self.log.put, frame))
+            while not writing.done():
+                try:
+                    await asyncio.wait({writing})
+                except asyncio.CancelledError as error:
+                    cancelled = error
+            writing.result()
         self._take(turn)
-        return stored
+        call.node_id = turn.node_id
+        if cancelled is not None:
+            raise cancelled
+        return self.log.store.confirm(self.log.fd)
 
     def end(self, seq: int, reason: Reason, detail: str | None = None) -> None:
         """A call is over without a turn."""

@@ -13,6 +13,7 @@ import fcntl
 import json
 import os
 import struct
+import threading
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,6 +22,8 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+
+from capture_proxy import bigjson
 
 Durability = Literal["process", "host"]
 Arrays = Mapping[str, npt.NDArray[Any]]
@@ -62,31 +65,38 @@ class SessionLog:
     fd: int
     size: int
     _closed: bool = field(default=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    """Taken at once but where a big record is being written: then the session's next record waits for it."""
 
     def append(self, header: dict[str, Any], arrays: Arrays | None = None) -> asyncio.Future[None]:
         """Writes one record before it returns; the future is done when the record is as durable as the store promises.
 
         Raises `StoreError` when the write fails; the log is then as it was before.
         """
-        if self._closed:
-            raise StoreError(f"capture store: {self.path} is closed")
-        frame = _frame(header, arrays or {})
-        try:
-            _write_all(self.fd, frame)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                os.ftruncate(self.fd, self.size)
-            raise StoreError(
-                f"capture store: cannot write {self.path} ({error.strerror}); free the disk or choose another --store"
-            ) from error
-        self.size += len(frame)
+        self.put(frame(header, arrays or {}))
         return self.store.confirm(self.fd)
 
+    def put(self, record: bytes) -> None:
+        """Writes what `frame` gave; may run in a thread. Raises like `append`, whose future is `Store.confirm`."""
+        with self._lock:
+            if self._closed:
+                raise StoreError(f"capture store: {self.path} is closed")
+            try:
+                _write_all(self.fd, record)
+            except OSError as error:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self.fd, self.size)
+                raise StoreError(
+                    f"capture store: cannot write {self.path} ({error.strerror}); free the disk or choose another --store"
+                ) from error
+            self.size += len(record)
+
     def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self.store.forget(self.fd)
-            os.close(self.fd)
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self.store.forget(self.fd)
+                os.close(self.fd)
 
 
 class Store:
@@ -195,11 +205,16 @@ def read_log(path: Path) -> LogContent:
     return LogContent(records, at, len(data) - at)
 
 
-def _frame(header: dict[str, Any], arrays: Arrays) -> bytes:
+def frame(header: dict[str, Any], arrays: Arrays, big: bool = False) -> bytes:
+    """A record as it stands in the log. `big`: see `bigjson`."""
     described = {**header, "arrays": [[name, array.dtype.str, len(array)] for name, array in arrays.items()]}
-    raw = json.dumps(described, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode()
+    raw = (bigjson.dumps(described, _dumps) if big else _dumps(described)).encode()
     payload = b"".join([_U32.pack(len(raw)), raw, *(np.ascontiguousarray(array).tobytes() for array in arrays.values())])
     return _FRAME.pack(len(payload), zlib.crc32(payload)) + payload
+
+
+def _dumps(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
 
 
 def _record(payload: memoryview) -> Record:

@@ -36,7 +36,7 @@ BOOT = "import sys; from capture_proxy.cli import main; sys.stdin.readline(); sy
 class ProxyProcess:
     """A proxy on a fixed port and store, and the next one, which waits for this one's death."""
 
-    def __init__(self, engine: FakeEngine, root: Path) -> None:
+    def __init__(self, engine: FakeEngine, root: Path, durability: str) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
@@ -44,7 +44,7 @@ class ProxyProcess:
         self.store = root / "store"
         (root / "key").write_text(ADMIN_KEY)
         self.flags = ["--engine", engine.url, "--model", "policy", "--store", str(self.store)]
-        self.flags += ["--admin-key-file", str(root / "key"), "--port", str(self.port)]
+        self.flags += ["--admin-key-file", str(root / "key"), "--port", str(self.port), "--durability", durability]
         self.child: asyncio.subprocess.Process | None = None
         self.next: asyncio.subprocess.Process | None = None
 
@@ -152,9 +152,11 @@ class Client:
         return plain_reply(self.wire, raw.decode()) if self.stream else json.loads(raw)
 
 
-async def load_and_kill(engine: FakeEngine, root: Path, kills: int, rng: random.Random) -> tuple[ProxyProcess, list[Client]]:
+async def load_and_kill(
+    engine: FakeEngine, root: Path, kills: int, durability: str, rng: random.Random
+) -> tuple[ProxyProcess, list[Client]]:
     """Runs the clients over `kills` deaths. The last proxy is left running, idle."""
-    proxy = ProxyProcess(engine, root)
+    proxy = ProxyProcess(engine, root, durability)
     up = asyncio.Event()
     drivers: list[asyncio.Task[None]] = []
     clients: list[Client] = []
@@ -228,11 +230,11 @@ def check(engine: FakeEngine, trace: TrainingTrace, client: Client, sampled: set
     return unknown
 
 
-@pytest.mark.parametrize("kills", [20, pytest.param(200, marks=pytest.mark.full)])
-async def test_no_kill_loses_an_answer_that_a_client_holds(engine: FakeEngine, tmp_path: Path, kills: int) -> None:
+@pytest.mark.parametrize(("kills", "durability"), [(17, "process"), (3, "host"), pytest.param(200, "process", marks=pytest.mark.full)])
+async def test_no_kill_loses_an_answer_that_a_client_holds(engine: FakeEngine, tmp_path: Path, kills: int, durability: str) -> None:
     seed = int(os.environ.get("HARNESS_RL_TEST_SEED") or random.randrange(1 << 32))
     try:
-        proxy, clients = await load_and_kill(engine, tmp_path, kills, random.Random(seed))
+        proxy, clients = await load_and_kill(engine, tmp_path, kills, durability, random.Random(seed))
         try:
             sampled = set(engine.sampled)
             unknown = 0

@@ -7,6 +7,8 @@ import math
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
+from capture_proxy import bigjson
+
 PIECE = 8192
 """Longest text in one streamed delta, so that no client's line buffer overflows."""
 
@@ -18,10 +20,13 @@ class BadRequest(Exception):
     """The request cannot be served; the message says which field and why."""
 
 
-def loads(text: str | bytes) -> Any:
-    """JSON as every client reads it: no NaN or infinity, and no deeper than `MAX_DEPTH`. Raises `ValueError`."""
+def loads(text: str | bytes, big: bool = False) -> Any:
+    """JSON as every client reads it: no NaN or infinity, and no deeper than `MAX_DEPTH`. Raises `ValueError`. `big`: see `bigjson`."""
     try:
-        value = json.loads(text, parse_constant=_not_json, parse_float=_finite)
+        if big and isinstance(text, bytes):
+            value = bigjson.loads(text, json.JSONDecoder(parse_constant=_not_json, parse_float=_finite))
+        else:
+            value = json.loads(text, parse_constant=_not_json, parse_float=_finite)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
     level = [value]
