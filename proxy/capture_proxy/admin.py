@@ -6,7 +6,7 @@ Invariant: nothing here answers without the admin key, except a bare `/health`; 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import TypeVar
 
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -16,9 +16,12 @@ from capture_proxy.app import Proxy, add_agent_routes, json_errors
 from capture_proxy.auth import bearer, same_key
 from capture_proxy.records import Snapshot
 from capture_proxy.session import Session
+from capture_proxy.settings import Settings
 from capture_proxy.spec import SessionSpec
 from capture_proxy.store import StoreError
 from capture_proxy.trace import MEDIA_TYPE
+
+Model = TypeVar("Model", bound=BaseModel)
 
 
 class Hold(BaseModel):
@@ -71,7 +74,7 @@ class AdminRoutes:
 
     async def create(self, request: web.Request) -> web.Response:
         self._authorise(request)
-        spec = await self._read(request, SessionSpec)
+        spec = await read_model(request, SessionSpec, self.proxy.settings)
         if spec.template.control_tokens == "split" and self.proxy.ctx.control is None:
             raise web.HTTPBadRequest(
                 reason="template.control_tokens: split needs the model's tokenizer: start the proxy with --tokenizer FILE"
@@ -89,7 +92,7 @@ class AdminRoutes:
 
     async def seal(self, request: web.Request) -> web.Response:
         session = self._session(request)
-        await self.proxy.seal(session, (await self._read(request, Seal)).grace_s)
+        await self.proxy.seal(session, (await read_model(request, Seal, self.proxy.settings)).grace_s)
         return web.json_response(session.status())
 
     async def trace(self, request: web.Request) -> web.Response:
@@ -104,14 +107,14 @@ class AdminRoutes:
 
     async def hold(self, request: web.Request) -> web.Response:
         self._authorise(request)
-        hold = await self._read(request, Hold)
+        hold = await read_model(request, Hold, self.proxy.settings)
         self.proxy.ctx.gate.hold(hold.reason, hold.timeout_s)
         return web.json_response({"held": True})
 
     async def release(self, request: web.Request) -> web.Response:
         self._authorise(request)
         gate = self.proxy.ctx.gate
-        gate.release((await self._read(request, Release)).version)
+        gate.release((await read_model(request, Release, self.proxy.settings)).version)
         return web.json_response({"held": False, "version": gate.version})
 
     async def health(self, request: web.Request) -> web.Response:
@@ -149,19 +152,6 @@ class AdminRoutes:
             "calls_held": self.proxy.ctx.gate.waiting,
         }
 
-    async def _read(self, request: web.Request, model: type[Any]) -> Any:
-        """The JSON body as `model`; an empty body counts as `{}`. Raises a 400 that names the field."""
-        settings = self.proxy.settings
-        try:
-            raw = await bodies.read(request, settings.body_limit, settings.body_timeout_s)
-            return model.model_validate_json(raw or b"{}")
-        except bodies.BodyRefused as error:
-            raise web.HTTPBadRequest(reason=str(error)) from error
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"]) or "body"
-            raise web.HTTPBadRequest(reason=f"{where}: {first['msg']}".replace("\n", " ")) from error
-
     def _authorise(self, request: web.Request) -> None:
         key = bearer(request)
         if key is None or not same_key(key, self.proxy.settings.admin_key_hash):
@@ -173,6 +163,19 @@ class AdminRoutes:
         if session is None:
             raise web.HTTPNotFound(reason="no such session")
         return session
+
+
+async def read_model(request: web.Request, model: type[Model], settings: Settings) -> Model:
+    """The JSON body as `model`; an empty body counts as `{}`. Raises a 400 that names the field."""
+    try:
+        raw = await bodies.read(request, settings.body_limit, settings.body_timeout_s)
+        return model.model_validate_json(raw or b"{}")
+    except bodies.BodyRefused as error:
+        raise web.HTTPBadRequest(reason=str(error)) from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "body"
+        raise web.HTTPBadRequest(reason=f"{where}: {first['msg']}".replace("\n", " ")) from error
 
 
 def _refuse(status: int, message: str) -> web.Response:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from types import ModuleType
@@ -31,6 +32,7 @@ from capture_proxy.metrics import Metrics
 from capture_proxy.pool import EnginePool, patience
 from capture_proxy.reasons import Reason
 from capture_proxy.refusal import CallRefused, refusal_of
+from capture_proxy.routing import owner
 from capture_proxy.session import RunningCall, Session
 from capture_proxy.settings import Settings
 from capture_proxy.spec import SessionSpec
@@ -61,10 +63,16 @@ class Proxy:
 
     def create_session(self, spec: SessionSpec) -> tuple[Session, str]:
         """A new session and its key."""
-        key, session_id = new_key(), "s" + secrets.token_hex(12)
+        key, session_id = self._ours(new_key), self._ours(lambda: "s" + secrets.token_hex(12))
         session = Session.create(session_id, key_hash(key), spec, self.store.create(session_id))
         self._add(session)
         return session, key
+
+    def _ours(self, make: Callable[[], str]) -> str:
+        """A name that leads to this worker."""
+        while owner(name := make(), self.settings.workers) != self.settings.worker:
+            pass
+        return name
 
     def session_of(self, key: str | None) -> Session | None:
         """The session with this key, sealed or not."""
@@ -123,6 +131,12 @@ class Proxy:
 def server(app: web.Application, shutdown_s: float) -> web.AppRunner:
     """A runner for any of the proxy's applications. Bodies are left as they were sent: `bodies` expands them within its limits."""
     return web.AppRunner(app, handler_cancellation=True, shutdown_timeout=shutdown_s, access_log=None, auto_decompress=False)
+
+
+async def close_after(request: web.Request, response: web.StreamResponse) -> None:
+    """For `on_response_prepare`: the answer ends its connection, and says so."""
+    response.headers["Connection"] = "close"
+    response.force_close()
 
 
 def agent_app(proxy: Proxy, only: str | None = None) -> web.Application:

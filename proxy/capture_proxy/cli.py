@@ -13,9 +13,11 @@ import ipaddress
 import logging
 import resource
 import signal
+import socket
 import ssl
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -25,10 +27,12 @@ from capture_proxy import certify, replay
 from capture_proxy.admin import main_app
 from capture_proxy.app import Proxy, server
 from capture_proxy.auth import key_hash
+from capture_proxy.front import check_store, serve_front
 from capture_proxy.handoff import HandoffServer
 from capture_proxy.roles import listing
 from capture_proxy.settings import Settings
 from capture_proxy.store import StoreError
+from capture_proxy.worker import serve_worker
 
 SHUTDOWN_S = 2.0
 
@@ -52,6 +56,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--tls-key", type=Path, metavar="FILE", help="its private key (PEM), where --tls-cert does not hold it")
     p.add_argument("--insecure-remote", action="store_true", help="listen beyond loopback in plain HTTP")
     p.add_argument("--handoff-socket", type=Path, metavar="PATH", help="Unix socket on which control hands over listening sockets")
+    p.add_argument("--workers", type=int, default=Settings.workers, metavar="N", help="processes that share the work")
+    p.add_argument("--worker", help=argparse.SUPPRESS)  # the front starts its workers with it: INDEX:DESCRIPTOR:FOLDER
     p.add_argument("--capture", choices=("auto", "tokens", "chat"), default=Settings.capture, help="how to sample (default: %(default)s)")
     p.add_argument(
         "--tokenizer", type=Path, metavar="FILE", help="the model's tokenizer.json, for sessions that split quoted control tokens"
@@ -76,6 +82,10 @@ def settings_from(args: argparse.Namespace) -> Settings:
     tls = _tls(args.tls_cert, args.tls_key)
     if tls is None and not args.insecure_remote and not _is_loopback(args.host):
         raise ValueError(f"--host: {args.host!r} is not a loopback address; add --tls-cert and --tls-key, or --insecure-remote")
+    if args.workers < 1:
+        raise ValueError(f"--workers: must be 1 or more, got {args.workers}")
+    if args.workers > 1 and tls is not None:
+        raise ValueError("--workers: more than one cannot serve TLS; end TLS before the proxy, and let it listen on loopback")
     return Settings(
         engines=tuple(args.engine),
         model=args.model,
@@ -88,6 +98,7 @@ def settings_from(args: argparse.Namespace) -> Settings:
         capture=args.capture,
         tokenizer=args.tokenizer,
         durability=args.durability,
+        workers=args.workers,
     )
 
 
@@ -108,14 +119,18 @@ async def serve(settings: Settings) -> None:
             handoff = HandoffServer(proxy, settings.handoff_socket)
             handoff.start()
         port = runner.addresses[0][1]
-        scheme = "http" if settings.tls is None else "https"
-        print(f"capture-proxy listening on {scheme}://{settings.host}:{port}", flush=True)
+        _announce(settings, port)
         await stop.wait()
     finally:
         if handoff is not None:
             await handoff.close()
         await proxy.close()
         await runner.cleanup()
+
+
+def _announce(settings: Settings, port: int) -> None:
+    scheme = "http" if settings.tls is None else "https"
+    print(f"capture-proxy listening on {scheme}://{settings.host}:{port}", flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -139,7 +154,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"capture-proxy: {error}", file=sys.stderr)
         return 2
     try:
-        asyncio.run(serve(settings))
+        if args.worker is not None:
+            index, fd, folder = args.worker.split(":", 2)
+            ours = replace(settings, worker=int(index), store=settings.store / f"worker-{index}")
+            asyncio.run(serve_worker(ours, Path(folder), socket.socket(fileno=int(fd))))
+            return 0
+        check_store(settings.store, settings.workers)
+        if settings.workers > 1:
+            asyncio.run(serve_front(settings, arguments, lambda port: _announce(settings, port)))
+        else:
+            asyncio.run(serve(settings))
     except (StoreError, OSError, ValueError) as error:
         print(f"capture-proxy: {error}", file=sys.stderr)
         return 1

@@ -26,11 +26,10 @@ TIMEOUT_S = 10.0
 log = logging.getLogger(__name__)
 
 
-class HandoffServer:
-    """The Unix stream socket on which listeners are handed over."""
+class HandoffSocket:
+    """The Unix stream socket on which listeners are handed over, whoever takes them."""
 
-    def __init__(self, proxy: Proxy, path: Path) -> None:
-        self.proxy = proxy
+    def __init__(self, path: Path) -> None:
         self.path = path
         self._socket: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
@@ -84,19 +83,31 @@ class HandoffServer:
                     os.close(fd)
 
     async def _take(self, line: bytes, fds: list[int]) -> dict[str, Any]:
+        """The answer to an order and the descriptors that came with it; those that it leaves in the list are closed."""
+        raise NotImplementedError
+
+
+class HandoffServer(HandoffSocket):
+    """Serves the listeners in this process."""
+
+    def __init__(self, proxy: Proxy, path: Path) -> None:
+        super().__init__(path)
+        self.proxy = proxy
+
+    async def _take(self, line: bytes, fds: list[int]) -> dict[str, Any]:
         """Starts serving on the one socket in `fds` and takes it out of the list, or says why not."""
         try:
             order = json.loads(line)
             key, session_id = str(order["admin_key"]), str(order["session_id"])
         except (ValueError, KeyError, TypeError):
-            return _no("send one JSON line with admin_key and session_id")
+            return refused("send one JSON line with admin_key and session_id")
         if not same_key(key, self.proxy.settings.admin_key_hash):
-            return _no("the admin key is wrong")
+            return refused("the admin key is wrong")
         session = self.proxy.sessions.get(session_id)
         if session is None or session.state == "sealed":
-            return _no("no such open session")
+            return refused("no such open session")
         if len(fds) != 1:
-            return _no(f"send exactly one listening socket, got {len(fds)}")
+            return refused(f"send exactly one listening socket, got {len(fds)}")
         listener = socket.socket(fileno=fds.pop())
         try:
             if not listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
@@ -107,7 +118,7 @@ class HandoffServer:
             await web.SockSite(runner, listener).start()
         except OSError as error:
             listener.close()
-            return _no(f"cannot serve on the socket: {error}")
+            return refused(f"cannot serve on the socket: {error}")
         self.proxy.listeners.setdefault(session_id, []).append(runner)
         return {"ok": True}
 
@@ -131,5 +142,5 @@ async def _receive(connection: socket.socket, fds: list[int]) -> bytes:
     return line
 
 
-def _no(reason: str) -> dict[str, Any]:
+def refused(reason: str) -> dict[str, Any]:
     return {"ok": False, "error": reason}

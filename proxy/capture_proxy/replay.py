@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
     p.add_argument("store", type=Path, metavar="STORE", help="folder of the session logs")
     p.add_argument("--traces", type=Path, metavar="DIR", help="also compare with the trace.bin files below this folder")
     args = p.parse_args(argv)
-    logs = sorted(args.store.glob("*.log"))
+    logs = sorted(args.store.glob("**/*.log"))
     if not logs:
         p.error(f"{args.store} holds no session logs")
     saved = {}

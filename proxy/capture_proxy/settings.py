@@ -37,6 +37,10 @@ class Settings:
     certificates: Path | None = None
     """Where certificates of templates are kept; None: in `store`."""
     durability: Durability = "process"
+    workers: int = 1
+    """Processes that share the sessions (`front`)."""
+    worker: int = 0
+    """Which of them this one is."""
     keepalive_s: float = 15.0
     """Longest silence on a stream that waits for the engine; clients were seen to give up after 60 s."""
     seal_grace_s: float = 5.0

@@ -63,7 +63,7 @@ class ProxyProcess:
 
     async def ready(self) -> None:
         assert self.child is not None and self.child.stdout is not None
-        line = await asyncio.wait_for(self.child.stdout.readline(), 60)
+        line = await asyncio.wait_for(self.child.stdout.readline(), 120)
         assert line.startswith(b"capture-proxy listening"), line
 
     async def kill(self) -> None:
@@ -112,12 +112,15 @@ class Client:
     got: dict[str, tuple[str, str | None]] = field(default_factory=dict)
     """Node id -> the answer's text, and the answer of this conversation before it."""
     failed: int = 0
+    busy: bool = False
 
     async def run(self, url: str, http: aiohttp.ClientSession, up: asyncio.Event) -> None:
         talk, before, turns = self.wire("You are an agent.", True), None, 0
         talk.say("List the files.")
         while True:
+            self.busy = False
             await up.wait()
+            self.busy = True
             reply = await self._post(url, http, talk)
             if reply is None:
                 self.failed += 1
