@@ -17,7 +17,7 @@ from pathlib import Path
 from aiohttp import web
 
 from capture_proxy.admin import main_app
-from capture_proxy.app import Proxy
+from capture_proxy.app import Proxy, server
 from capture_proxy.auth import key_hash
 from capture_proxy.client import ProxyClient
 from capture_proxy.settings import Settings
@@ -74,7 +74,7 @@ async def run(client: Client, history: str) -> Row:
 async def _proxy(engine: ScriptedEngine, store: Path) -> AsyncIterator[tuple[Proxy, ProxyClient]]:
     admin_key = secrets.token_hex(16)
     proxy = Proxy(Settings(engines=(engine.url,), model=engine.name, store=store, admin_key_hash=key_hash(admin_key)))
-    runner = web.AppRunner(main_app(proxy), access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+    runner = server(main_app(proxy), 1.0)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     try:

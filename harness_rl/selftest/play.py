@@ -15,7 +15,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from capture_proxy.app import Proxy, agent_app
+from capture_proxy.app import Proxy, agent_app, server
 from capture_proxy.client import CreatedSession
 from harness_rl.selftest.clients import Client
 
@@ -69,7 +69,7 @@ async def play(client: Client, proxy: Proxy, session: CreatedSession, folder: Pa
 async def _listening(proxy: Proxy, session_id: str, ours: socket.socket) -> AsyncIterator[None]:
     """Serves the session on the socket that the client's namespace hands over."""
     _, (fd,), _, _ = await asyncio.to_thread(socket.recv_fds, ours, 64, 1)
-    runner = web.AppRunner(agent_app(proxy, session_id), handler_cancellation=True, access_log=None, shutdown_timeout=0.5)
+    runner = server(agent_app(proxy, session_id), 0.5)
     await runner.setup()
     await web.SockSite(runner, socket.socket(fileno=fd)).start()
     try:

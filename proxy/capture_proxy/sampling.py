@@ -80,7 +80,8 @@ async def sample_by_tokens(
     running.sampling.set()
     pattern = control.pattern if control is not None else USUAL
     earlier = continuation.turn.meta["quoted_control_tokens"] if continuation is not None else ()
-    fresh = quoted(call.messages[continuation.answer_at + 1 :] if continuation is not None else call.messages, pattern)
+    new = call.messages[continuation.answer_at + 1 :] if continuation is not None else call.messages
+    fresh = await off_loop(running.body_bytes, quoted, new, pattern)
     seed, grammar, versions = None, None, None
     if session.spec.script is not None:
         params: dict[str, Any] = {"temperature": 1.0}
