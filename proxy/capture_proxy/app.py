@@ -53,7 +53,7 @@ class Proxy:
         control = ControlTokens(settings.tokenizer) if settings.tokenizer is not None else None
         retry = patience(settings.retry, len(settings.engines))
         engines = [Engine(url, settings.model, self.http, retry, settings.generate_timeout_s, gate) for url in settings.engines]
-        pool = EnginePool(engines, gate, settings.retry.total_s)
+        pool = EnginePool(engines, gate, settings.retry.total_s, settings.worker)
         self.ctx = Context(settings, pool, gate, Metrics(), Certificates(settings.certificates or settings.store), control)
         self.sessions: dict[str, Session] = {}
         self._by_key: dict[str, Session] = {}

@@ -256,6 +256,8 @@ class Front:
                     answer = await self._hand_over(worker, line, fd)
                     if not answer.get("ok"):
                         log.error("session %s: its listener is lost: %s", session_id, answer.get("error"))
+                        self.forget_listeners(session_id)
+                        break
         worker.restarts += 1
         await self.admin.restore(worker)
 

@@ -39,8 +39,10 @@ def patience(retry: Retry, engines: int) -> Retry:
 class EnginePool:
     """Sticky choice of engine per session."""
 
-    def __init__(self, engines: list[Engine], gate: Gate, total_s: float) -> None:
+    def __init__(self, engines: list[Engine], gate: Gate, total_s: float, first: int = 0) -> None:
+        """`first`: the engine of the first session, another in each worker."""
         self.engines = engines
+        self._first = first
         self.moves = 0
         """Sessions that went to another engine."""
         self._gate = gate
@@ -120,7 +122,7 @@ class EnginePool:
         mine = self._of_session.get(session_id)
         if mine is None:
             sessions = self._sessions()
-            mine = min(others, key=lambda i: (self.is_down(i), sessions[i]))
+            mine = min(others, key=lambda i: (self.is_down(i), sessions[i], (i - self._first) % len(self.engines)))
         elif self._in_flight[mine] > 2 * self._in_flight[others[0]] + SLACK:
             mine = others[0]
         return sorted([mine, *(i for i in others if i != mine)], key=self.is_down)

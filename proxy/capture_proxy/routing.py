@@ -39,7 +39,10 @@ def target_of(head: bytes) -> Target:
     """Of the bytes up to the empty line."""
     lines = head.decode("latin-1").split("\r\n")
     method, _, rest = lines[0].partition(" ")
-    parts = urlsplit(rest.rpartition(" ")[0] or rest)
+    try:
+        parts = urlsplit(rest.rpartition(" ")[0] or rest)
+    except ValueError:
+        return Target("key")  # whichever worker it is, it says 400
     steps = [unquote(step) for step in parts.path.split("/")[1:]]
     if steps == ["sessions"]:
         return Target("new")

@@ -25,6 +25,8 @@ from capture_proxy.store import LogContent, SessionLog, StoreError
 
 CANCEL_S = 1.0
 """How long a cancelled call may take to end."""
+WRITE_S = 30.0
+"""How long the write of a big turn may take that a seal finds under way."""
 TRAINED = "trained"
 """Key of the trained turns among the counts by reason."""
 
@@ -44,6 +46,8 @@ class RunningCall:
     """Set once the call has passed every check that can refuse it and is being sampled."""
     body_bytes: int = 0
     """Size of its request."""
+    writing: asyncio.Task[None] | None = None
+    """The write of a big turn, which goes on where the call is cancelled."""
     admitted: bool = False
     """It counts against `max_calls`."""
     cancel_reason: Reason = Reason.ABANDONED
@@ -155,7 +159,7 @@ class Session:
         if not big:
             self.log.put(frame)
         else:
-            writing = asyncio.create_task(asyncio.to_thread(self.log.put, frame))
+            call.writing = writing = asyncio.create_task(asyncio.to_thread(self.log.put, frame))
             while not writing.done():
                 try:
                     await asyncio.wait({writing})
@@ -217,6 +221,8 @@ class Session:
             call.cancel_reason = Reason.LATE
             if call.task is not None:
                 call.task.cancel()
+        if writing := [call.writing for call in self.running.values() if call.writing is not None]:
+            await asyncio.wait(writing, timeout=WRITE_S)
         await self._drain(CANCEL_S)
         for call in self.running.values():
             # A client that reads its answer too slowly does not have it yet.

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 START, END = 1, 2
 _PIECE = re.compile(r"<\|im_start\|>|<\|im_end\|>|\w+|\s+|[^\w\s]")
@@ -86,6 +87,8 @@ class FakeEngine:
     statuses: deque[int] = field(default_factory=deque)
     """HTTP statuses that the next generate or chat requests get instead of an answer; -1 resets the connection, 302 redirects."""
     redirect_to: str = "http://127.0.0.1:9/"
+    gzip: bool = False
+    """Answers are compressed."""
     asides: dict[str, str] = field(default_factory=dict)
     """Words of a prompt -> the answer to such prompts, beside the script."""
     script: deque[Said] = field(default_factory=deque)
@@ -125,7 +128,7 @@ class FakeEngine:
             self._runner = None
 
     def app(self) -> web.Application:
-        app = web.Application(client_max_size=1 << 30)
+        app = web.Application(client_max_size=1 << 30, middlewares=[self._compress])
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/weight_info", self._weight_info)
@@ -191,6 +194,13 @@ class FakeEngine:
         body = await request.json()
         self.requests.append((request.path, body))
         return body
+
+    @web.middleware
+    async def _compress(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        response = await handler(request)
+        if self.gzip:
+            response.enable_compression(web.ContentCoding.gzip)
+        return response
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response()

@@ -321,3 +321,16 @@ async def test_a_call_under_an_engine_that_is_started_again_waits_for_the_policy
     assert (await call)["message"]["content"] == "ok"
     trace = await served.admin.trace(created.session_id)
     assert [turn.metadata["weight_versions"][0][0] for turn in trace.turns] == ["a-1"]
+
+
+async def test_a14_compressed_answers_of_an_engine_are_read_and_not_passed_on(served: Served, engine: FakeEngine) -> None:
+    engine.gzip = True
+    engine.statuses.extend([503, 503])
+    agent, created = await served.agent()
+    await agent.ask()
+    engine.max_model_len = 5
+    headers = {"Authorization": f"Bearer {agent.key}", "Accept-Encoding": "gzip"}
+    async with served.http.post(agent.base + "/chat/completions", json=ASK, headers=headers) as response:
+        assert response.status == 400 and "Content-Encoding" not in response.headers
+        assert "maximum context length" in (await response.json())["error"]["message"]
+    assert len((await served.admin.trace(created.session_id)).turns) == 1

@@ -20,7 +20,7 @@ from fake_engine import END, FakeEngine
 from proxy_helpers import Serve, Served, total
 from wires import WIRES, Wire
 
-from capture_proxy import calls, delta, graph, messages, rendering, sampling, session
+from capture_proxy import calls, delta, graph, messages, records, rendering, sampling, session
 from capture_proxy.client import CreatedSession
 from capture_proxy.messages import ToolCall
 from capture_proxy.records import trace_from_log
@@ -331,13 +331,13 @@ def _rolled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _stored_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = session.turn_to_record
+    right = records.turn_to_record
 
     def wrong(turn: Any) -> Any:
         header, arrays = right(turn)
         return header, {**arrays, "tail": arrays["tail"][:-1]}
 
-    monkeypatch.setattr(session, "turn_to_record", wrong)
+    monkeypatch.setattr(records, "turn_to_record", wrong)
 
 
 def _begins(prompt: Any, ids: Any) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from fake_engine import FakeEngine
 from proxy_helpers import ADMIN_KEY, BASH, USER, Agent, Serve, Served, until
+from wires import WIRES, Wire
 
 from capture_proxy import limits
 from capture_proxy.client import ProxyError
@@ -262,6 +263,24 @@ async def test_c14_held_too_long_is_503_with_a_long_retry_after(served: Served, 
     await served.admin.release()
     assert (await agent.post(ASK))[0] == 200
     assert (await served.admin.status(created.session_id))["calls_seen"] == 2
+
+
+@pytest.mark.parametrize("wire", WIRES)
+async def test_c14_a_held_stream_hears_that_it_is_held(served: Served, engine: FakeEngine, wire: type[Wire]) -> None:
+    """The client's own patience must not run out while the weights change: something comes at every silence, then the answer."""
+    created = await served.session()
+    talk = wire("You are an agent.", True)
+    talk.say("List the files.")
+    path = talk.path.replace(":generate", ":streamGenerate") + "?alt=sse"
+    await served.admin.hold("weights", timeout_s=30)
+    headers = {"Authorization": f"Bearer {created.api_key}"}
+    async with served.http.post(served.url + path, json={**talk.body(), "stream": True}, headers=headers) as response:
+        assert response.status == 200
+        for _ in range(3):
+            assert await asyncio.wait_for(response.content.readany(), 2)
+        assert engine.bodies("/render") == []
+        await served.admin.release()
+        assert b"ok" in await response.read()
 
 
 # -- keys and refusals --------------------------------------------------------

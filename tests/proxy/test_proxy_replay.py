@@ -8,7 +8,7 @@ import pytest
 from fake_engine import FakeEngine
 from proxy_helpers import Served
 
-from capture_proxy import session
+from capture_proxy import records
 from capture_proxy.cli import main
 
 
@@ -54,13 +54,13 @@ async def test_what_was_stored_wrong_is_told_by_its_hash(
     array: str,
     name: str,
 ) -> None:
-    right = session.turn_to_record
+    right = records.turn_to_record
 
     def wrong(turn: object) -> object:
         header, arrays = right(turn)  # type: ignore[arg-type]
         return header, {**arrays, array: arrays[array] + 1}
 
-    monkeypatch.setattr(session, "turn_to_record", wrong)
+    monkeypatch.setattr(records, "turn_to_record", wrong)
     store = await two_sessions(served, tmp_path / "traces")
     assert main(["replay", str(store)]) == 1
     assert name in capsys.readouterr().out

@@ -135,7 +135,7 @@ async def test_f18_an_admin_request_on_a_full_disk_is_a_503_by_name(
 
 
 @pytest.mark.parametrize("kind", [b'"t":"begin"', b'"t":"turn"'])
-async def test_full_disk_is_a_503_and_leaves_the_log_whole(
+async def test_c60_f18_full_disk_is_a_503_and_leaves_the_log_whole(
     engine: FakeEngine, serve: Serve, monkeypatch: pytest.MonkeyPatch, kind: bytes
 ) -> None:
     served = await serve(engine.url)
