@@ -191,7 +191,7 @@ class AgentRoutes:
         try:
             limits.check_rate(session)
             body = await self._body(request, session)
-            call = _parsed(dialect, session, body, request)
+            call = await _parsed(dialect, session, body, request)
             return web.json_response(dialect.counted(await calls.count(self.proxy.ctx, session, call)))
         except BadRequest as error:
             return _error(request, _refused(error))
@@ -214,7 +214,7 @@ class AgentRoutes:
         try:
             limits.check_rate(session)
             body = await self._body(request, session, running) | fields
-            call = await bigjson.off_loop(running.body_bytes, _parsed, dialect, session, body, request)
+            call = await _parsed(dialect, session, body, request, running.body_bytes)
         except (BadRequest, CallRefused) as error:
             refused = (
                 error if isinstance(error, CallRefused) else CallRefused(getattr(error, "status", 400), None, str(error), Reason.REFUSED)
@@ -316,11 +316,11 @@ class AgentRoutes:
         return session if session is None or self.only in (None, session.id) else None
 
 
-def _parsed(dialect: ModuleType, session: Session, body: dict[str, Any], request: web.Request) -> AgentCall:
+async def _parsed(dialect: ModuleType, session: Session, body: dict[str, Any], request: web.Request, size: int = 0) -> AgentCall:
     """The call with its role. Raises `BadRequest`, also where the dialect stumbles over a body in a way that it does not know."""
     try:
         whole = recall.expanded(body, session.graph) if dialect is dialects.responses else body
-        call: AgentCall = dialect.parse(whole, request.headers)
+        call: AgentCall = await bigjson.off_loop(size, dialect.parse, whole, request.headers)
         schemas.check_references(call)
         rule = session.spec.roles.find(call, request.headers)
     except BadRequest:
