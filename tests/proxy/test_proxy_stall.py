@@ -13,7 +13,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 from fake_engine import FakeEngine
-from proxy_helpers import ADMIN_KEY, USER, Agent, process
+from proxy_helpers import ADMIN_KEY, USER, Agent, Serve, process
 
 from capture_proxy.client import ProxyClient
 
@@ -73,11 +73,36 @@ def percentile(times: list[float], share: float) -> float:
     return sorted(times)[min(int(share * len(times)), len(times) - 1)]
 
 
-def assert_not_stalled(beside: list[float], without: list[float], worst: float) -> None:
-    """Bars as ratios, wide enough for a machine with other work to do: without care the longest call is hundreds of medians long."""
+def assert_not_stalled(beside: list[float], without: list[float]) -> None:
+    """Bars as ratios, wide enough for a machine that has other work to do."""
     shown = {q: (round(percentile(beside, q) * 1e3), round(percentile(without, q) * 1e3)) for q in (0.5, 0.9, 0.99, 1)}
-    assert percentile(beside, 0.5) <= 4 * percentile(without, 0.5), f"ms beside and without, by share: {shown}"
-    assert max(beside) <= worst * percentile(without, 0.99), f"ms beside and without, by share: {shown}"
+    for share, most in ((0.5, 4), (0.9, 12)):
+        assert percentile(beside, share) <= most * percentile(without, share), f"ms beside and without, by share: {shown}"
+
+
+async def test_c12_no_step_of_a_huge_call_holds_the_loop(
+    engine: FakeEngine, serve: Serve, huge: HugeSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In processor time of the loop's thread, which other work on the machine does not change: 48 MB at once are 300 ms of `json` alone."""
+    longest = 0.0
+    run = asyncio.Handle._run
+
+    def timed(handle: asyncio.Handle) -> None:
+        nonlocal longest
+        start = time.thread_time()
+        run(handle)
+        longest = max(longest, time.thread_time() - start)
+
+    served = await serve(huge.engine_url)
+    created = await served.session()
+    chat = served.url + "/v1/chat/completions"
+    await huge.start(chat, created.api_key, 1)
+    assert await huge.line() == "200"  # certified by now
+    monkeypatch.setattr(asyncio.Handle, "_run", timed)
+    await huge.start(chat, created.api_key, 48)
+    assert await huge.line() == "200"
+    monkeypatch.undo()
+    assert longest < 0.15, f"{longest:.3f} s of the loop in one go"
 
 
 async def test_c12_a_100_mb_body_does_not_stall_small_calls(engine: FakeEngine, huge: HugeSession, tmp_path: Path) -> None:
@@ -96,7 +121,7 @@ async def test_c12_a_100_mb_body_does_not_stall_small_calls(engine: FakeEngine, 
         calls = asyncio.create_task(small_calls(agents, over))
         assert await huge.line() == "200"
         over.set()
-        assert_not_stalled(await calls, without, worst=25)
+        assert_not_stalled(await calls, without)
         assert len((await admin.trace(other.session_id)).turns) == 2
 
 
@@ -121,7 +146,7 @@ async def test_clients_that_never_read_do_not_stall_small_calls(engine: FakeEngi
             while (await admin.status(deaf.session_id))["turns"] < 12:
                 await asyncio.sleep(0.05)
         beside = await for_seconds(agents, 2.0)
-        assert_not_stalled(beside, without, worst=10)
+        assert_not_stalled(beside, without)
         status = await admin.seal(deaf.session_id, grace_s=0.1)
         assert status["calls_by_reason"] == {"late": 12}
         for sock in sockets:
