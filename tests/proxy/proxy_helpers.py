@@ -118,7 +118,7 @@ async def process(engine: FakeEngine, root: Path, *flags: str) -> AsyncIterator[
         )
     try:
         assert child.stdout is not None
-        line = (await asyncio.wait_for(child.stdout.readline(), 30)).decode()
+        line = (await asyncio.wait_for(child.stdout.readline(), 120)).decode()
         assert line.startswith("capture-proxy listening on http"), line
         yield child, line.split()[-1]
     finally:
