@@ -163,9 +163,9 @@ async def test_ghost_answer_to_a_client_that_left_is_abandoned(engine: FakeEngin
     session = served.proxy.sessions[created.session_id]
     record = session.record
 
-    def record_and_wait(turn: Any) -> asyncio.Future[None]:
+    async def record_and_wait(call: Any, turn: Any) -> asyncio.Future[None]:
         # The client leaves between the commit and the first byte of the answer.
-        record(turn)
+        await record(call, turn)
         return asyncio.ensure_future(asyncio.sleep(30))  # type: ignore[return-value]
 
     session.record = record_and_wait  # type: ignore[method-assign]
