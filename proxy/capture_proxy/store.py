@@ -22,6 +22,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from capture_proxy import fastjson
+
 Durability = Literal["process", "host"]
 Arrays = Mapping[str, npt.NDArray[Any]]
 
@@ -195,7 +197,7 @@ def read_log(path: Path) -> LogContent:
 
 def _frame(header: dict[str, Any], arrays: Arrays) -> bytes:
     described = {**header, "arrays": [[name, array.dtype.str, len(array)] for name, array in arrays.items()]}
-    raw = json.dumps(described, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode()
+    raw = fastjson.dumps(described)
     payload = b"".join([_U32.pack(len(raw)), raw, *(np.ascontiguousarray(array).tobytes() for array in arrays.values())])
     return _FRAME.pack(len(payload), zlib.crc32(payload)) + payload
 
