@@ -92,6 +92,11 @@ class _Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
+    def expire(self) -> None:
+        """The answer has taken too long."""
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(TimeoutError())
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
@@ -196,16 +201,18 @@ class HttpClient:
         self._idle: list[_Connection] = []
 
     async def request(self, method: str, path: str, body: bytes | None, timeout_s: float) -> tuple[int, bytes]:
-        """Status and body of the answer. Raises `NoAnswer`, or `TimeoutError` when it is not whole after `timeout_s`."""
-        async with asyncio.timeout(timeout_s):
-            connection = await self._connection()
-            content = "" if body is None else f"\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
-            head = f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._headers}{content}\r\n\r\n".encode()
-            try:
-                answer, raw = await connection.send(head, body or b"")
-            except BaseException:
-                connection.close()
-                raise
+        """Status and body of the answer. Raises `NoAnswer`, or `TimeoutError` when it is not whole `timeout_s` after the request."""
+        connection = await self._connection()
+        content = "" if body is None else f"\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        head = f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._headers}{content}\r\n\r\n".encode()
+        timer = asyncio.get_running_loop().call_later(timeout_s, connection.expire)
+        try:
+            answer, raw = await connection.send(head, body or b"")
+        except BaseException:
+            connection.close()
+            raise
+        finally:
+            timer.cancel()
         if answer.keep and connection.open and len(self._idle) < IDLE:
             self._idle.append(connection)
         else:
