@@ -17,7 +17,7 @@ from capture_proxy import fastjson
 from capture_proxy.codec import Ids, Logps
 from capture_proxy.gate import Gate, HeldTooLong
 from capture_proxy.http1 import HttpClient, NoAnswer
-from capture_proxy.sample import BadSample, Sample, chat_sample, generate_sample, prompt_scores, rendered_ids
+from capture_proxy.sample import BadSample, Sample, chat_sample, generate_sample, prompt_scores, rendered_ids, tokenized_ids
 
 T = TypeVar("T")
 
@@ -190,7 +190,7 @@ class Engine:
     async def tokenize(self, text: str) -> Ids:
         """The ids of a text, without any that a tokenizer adds at its ends."""
         answer = await self._call("POST", "/tokenize", {"model": self.model, "prompt": text, "add_special_tokens": False})
-        return np.array(answer["tokens"], dtype=np.int32)
+        return self._checked(tokenized_ids, answer)
 
     async def detokenize(self, ids: Ids) -> str:
         """The text of ids, control tokens included."""

@@ -75,6 +75,14 @@ def rendered_ids(answer: dict[str, Any]) -> Ids:
     return ids
 
 
+def tokenized_ids(answer: dict[str, Any]) -> Ids:
+    """The ids of a `/tokenize` answer. Raises `BadSample` when it holds none."""
+    ids = _ids(answer.get("tokens"))
+    if ids is None:
+        raise BadSample("its tokenize answer holds no token ids")
+    return ids
+
+
 def prompt_scores(answer: dict[str, Any], ids: Ids, start: int) -> Logps:
     """Logprobs of `ids[start:]` from an answer's `prompt_logprobs`. Raises `BadSample` when one is missing or not a logprob."""
     entries = answer.get("prompt_logprobs")

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from proxy_helpers import ADMIN_KEY, BASH, Agent, Serve, Served, tool_result, total
 

@@ -138,12 +138,13 @@ async def held(server: Server, engine: str, calls: int, over_s: float, hold_s: f
     """Calls that the engine holds for `hold_s`, arriving over `over_s`. One rollout each, as at the start of a large batch."""
     keys = server.create(calls)
     await asyncio.to_thread(_most, engine)
+    before = server.cpu_s() if server.child else 0.0
     done = await load(server, Plan(2_000, hold_s=hold_s, head=900), 1, keys, over_s=over_s, give_up_s=over_s + hold_s + 15)
+    cpu_ms = 1000 * (server.cpu_s() - before) / calls if server.child else 0.0
     added = sorted(1000 * (latency - hold_s) for latency in done["latencies"])
     most = await asyncio.to_thread(_most, engine)
-    if not added:
-        return {"most": most, "unanswered": done["unanswered"], "p50": float("nan"), "p99": float("nan")}
-    return {"most": most, "unanswered": done["unanswered"], "p50": added[len(added) // 2], "p99": added[int(len(added) * 0.99)]}
+    p50, p99 = (added[int(len(added) * part)] if added else float("inf") for part in (0.5, 0.99))
+    return {"most": most, "unanswered": done["unanswered"], "cpu_ms": cpu_ms, "p50": p50, "p99": p99}
 
 
 def _most(engine: str) -> int:
@@ -206,10 +207,14 @@ async def measure(options: argparse.Namespace) -> Measured:
             print(server.name, out.held[server.name], file=sys.stderr)
         for server in servers[1:]:
             session, cpu_ms, latency_ms = await long_session(server, options.turns)
-            if server is proxy:
-                found = [await asyncio.to_thread(ours.trace, url, ADMIN_KEY, session) for _ in range(5)]
-            else:
-                found = [await of_peer("trace", server.url, session)]
+            found = []
+            for _ in range(5 if server is proxy else 1):
+                before = server.cpu_s()
+                if server is proxy:
+                    one = await asyncio.to_thread(ours.trace, url, ADMIN_KEY, session)
+                else:
+                    one = await of_peer("trace", server.url, session)
+                found.append({**one, "cpu_s": one["cpu_s"] + server.cpu_s() - before})
             assert all(one["turns"] == options.turns for one in found), found
             out.long[server.name] = {**min(found, key=lambda one: one["seconds"]), "cpu_ms": cpu_ms, "latency_ms": latency_ms}
             print(server.name, out.long[server.name], file=sys.stderr)

@@ -25,11 +25,12 @@ def trace(url: str, admin_key: str, session: str) -> dict[str, float]:
     request = urllib.request.Request(
         f"{url}/sessions/{session}/trace", headers={"Authorization": f"Bearer {admin_key}", "Accept": MEDIA_TYPE}
     )
-    began = time.perf_counter()
+    began, spent = time.perf_counter(), time.process_time()
     with urllib.request.urlopen(request, timeout=600) as answer:
         raw = answer.read()
     loaded = TrainingTrace.from_bytes(raw)
-    return {"bytes": len(raw), "seconds": time.perf_counter() - began, "turns": len(loaded.turns)}
+    seconds, cpu_s = time.perf_counter() - began, time.process_time() - spent
+    return {"bytes": len(raw), "seconds": seconds, "cpu_s": cpu_s, "turns": len(loaded.turns)}
 
 
 async def _ingest(turns: int, tokens: int, folder: Path) -> dict[str, float]:

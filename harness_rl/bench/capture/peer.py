@@ -26,11 +26,12 @@ def serve(engine: str, port: int) -> None:
 def trace(url: str, session: str) -> dict[str, float]:
     from openenv.core.harness.training import TrainingTrace
 
-    began = time.perf_counter()
+    began, spent = time.perf_counter(), time.process_time()
     with urllib.request.urlopen(f"{url}/sessions/{session}/trace_entries", timeout=600) as answer:
         raw = answer.read()
     loaded = TrainingTrace.from_entries(json.loads(raw)["entries"])
-    return {"bytes": len(raw), "seconds": time.perf_counter() - began, "turns": len(loaded.turns)}
+    seconds, cpu_s = time.perf_counter() - began, time.process_time() - spent
+    return {"bytes": len(raw), "seconds": seconds, "cpu_s": cpu_s, "turns": len(loaded.turns)}
 
 
 def ingest(turns: int, tokens: int) -> dict[str, float]:

@@ -67,17 +67,18 @@ def report(m: Measured, calls: int, over_s: float) -> str:
     parts += [
         f"## {calls} held calls, arriving over {over_s:g} s",
         _table(
-            ["", "at once at the engine", "unanswered", "added p50 ms", "added p99 ms", "over direct", "bar", ""],
+            ["", "at once at the engine", "unanswered", "CPU ms of a call", "added p50 ms", "added p99 ms", "over direct", "bar", ""],
             (_held(name, m.held[name], m.held[DIRECT]) for name in (DIRECT, *servers)),
         ),
         "## A session of 262 turns that ends at 118k ids",
         _table(
-            ["", "trace MB", "fetched and loaded s", "CPU ms of a call", "latency ms", "bar", ""],
+            ["", "trace MB", "fetched and loaded s", "CPU s of both ends", "CPU ms of a call", "latency ms", "bar", ""],
             (
                 [
                     name,
                     f"{m.long[name]['bytes'] / 1e6:.2f}",
                     f"{m.long[name]['seconds']:.2f}",
+                    f"{m.long[name]['cpu_s']:.2f}",
                     f"{m.long[name]['cpu_ms']:.1f}",
                     f"{m.long[name]['latency_ms']:.1f}",
                     f"{TRACE_BYTES / 1e6:g} MB, {TRACE_S} s" if name == OURS else "",
@@ -105,7 +106,8 @@ def report(m: Measured, calls: int, over_s: float) -> str:
 
 def _held(name: str, found: dict[str, float], direct: dict[str, float]) -> list[str]:
     over = found["p99"] - direct["p99"]
-    plain = [name, f"{found['most']:.0f}", f"{found['unanswered']:.0f}", f"{found['p50']:.1f}", f"{found['p99']:.1f}"]
+    counts = [f"{found['most']:.0f}", f"{found['unanswered']:.0f}", f"{found['cpu_ms']:.2f}"]
+    plain = [name, *counts, f"{found['p50']:.1f}", f"{found['p99']:.1f}"]
     if name == DIRECT:
         return [*plain, "", "", ""]
     met = _verdict(over < ADDED_P99_MS and not found["unanswered"]) if name == OURS else ""
