@@ -10,13 +10,16 @@ TASKS := examples/tasks/quickstart
 ARGS ?=
 RL := .venv/bin/harness-rl
 
-.PHONY: help setup prepare quickstart test test-full accept soak lint bench lock clean distclean
+.PHONY: help setup openenv prepare quickstart test test-full accept soak lint bench bench-proxy lock clean distclean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 setup: ## the Debian packages and both environments, if they are missing
 	@scripts/setup.sh debian control torch
+
+openenv: ## the environment with OpenEnv beside the control environment, if it is missing
+	@scripts/setup.sh openenv
 
 prepare: setup ## setup, the model, the sandbox's root file system, the agent's layer, the tasks
 	@$(RL) models fetch $(MODEL) >/dev/null
@@ -27,10 +30,10 @@ quickstart: prepare ## the main job: a real model gets better inside a real agen
 	$(RL) warmup $(CONFIG) $(ARGS)
 	$(RL) train $(CONFIG) $(ARGS)
 
-test: prepare ## the tests, both environments
+test: prepare openenv ## the tests, every environment
 	@scripts/test.sh -m "not full" $(ARGS)
 
-test-full: prepare ## the tests with the long matrices
+test-full: prepare openenv ## the tests with the long matrices
 	@scripts/test.sh $(ARGS)
 
 accept: prepare ## the learning runs and their controls, three seeds (three hours)
@@ -47,6 +50,9 @@ bench: prepare ## thread shares of engine and learner, and prefix sharing, on th
 	.venv-torch/bin/python -m harness_rl.bench.prefix_tree $$($(RL) models fetch $(MODEL)) .make/prefix_tree.md
 	.venv/bin/python -m harness_rl.bench.threads $$($(RL) models fetch $(MODEL)) .make/threads.md $(ARGS)
 
+bench-proxy: setup openenv ## the capture proxy beside OpenEnv's capture server, and a direct connection, on one cheap engine
+	.venv/bin/python -m harness_rl.bench.capture tests/reports/bench_proxy.md $(ARGS)
+
 lock: setup ## write requirements/*.lock from the present environments
 	@scripts/lock.sh
 
@@ -55,4 +61,4 @@ clean: ## caches of the tools and build leftovers
 	find harness_rl proxy tests examples -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean ## clean, and the environments
-	rm -rf .venv .venv-torch .make
+	rm -rf .venv .venv-torch .venv-openenv .make

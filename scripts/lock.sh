@@ -10,6 +10,11 @@ freeze() { # ENVIRONMENT
 freeze .venv >requirements/control.lock
 freeze .venv-torch >requirements/torch.lock
 mapfile -t settings < <(scripts/pip_settings.sh)
-# No environment for a GPU can be made where there is none: this one is resolved, for every Python that setup.sh may take.
-.make/uv/bin/uv --quiet pip compile "${settings[@]}" --universal --python-version 3.11 --no-header --no-annotate --no-emit-index-url --no-emit-find-links \
-  -o requirements/torch-gpu.lock requirements/torch-gpu.in
+# The OpenEnv environment and the one for a GPU are resolved: the first differs from control by what openenv asks for, and
+# no environment for a GPU can be made where there is none (for every Python that setup.sh may take).
+resolve() { # NAME [OPTION ...]
+  .make/uv/bin/uv --quiet pip compile "${settings[@]}" --universal --no-header --no-annotate --no-emit-index-url --no-emit-find-links \
+    --no-emit-package harness-rl -o "requirements/$1.lock" "requirements/$1.in" "${@:2}"
+}
+resolve openenv --python-version 3.12
+resolve torch-gpu --python-version 3.11

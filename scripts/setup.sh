@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes what is missing and nothing else. Usage: setup.sh debian|control|torch ...
+# Makes what is missing and nothing else. Usage: setup.sh debian|control|torch|openenv ...
 # Each part is stamped with the hash of what it is made from, so that a second run costs milliseconds and an interrupted one goes on.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
@@ -10,6 +10,7 @@ flock 9
 
 control=${CONTROL_VENV:-$root/.venv}
 torch=${TORCH_VENV:-$root/.venv-torch}
+openenv=${OPENENV_VENV:-$root/.venv-openenv}
 
 say() { printf 'setup: %s\n' "$*" >&2; }
 die() {
@@ -58,17 +59,20 @@ debian() { # PACKAGE ...
   { apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y "$@"; } >.make/apt.log 2>&1 </dev/null
 }
 
-setup_control() {
+setup_control() { locked "$control" requirements/control.lock; }
+setup_openenv() { locked "$openenv" requirements/openenv.lock; }
+
+locked() { # FOLDER LOCK: an environment for control's Python that holds what the lock names and this project
   local hash
-  hash=$(fingerprint requirements/control.lock)
-  if fresh "$control" "$hash"; then return; fi
+  hash=$(fingerprint "$2")
+  if fresh "$1" "$hash"; then return; fi
   uv --version >/dev/null
-  say "building $control"
-  environment "$control" "$(scripts/find_python.sh control .make/uv/bin/uv)"
+  say "building $1"
+  environment "$1" "$(scripts/find_python.sh control .make/uv/bin/uv)"
   mapfile -t settings < <(scripts/pip_settings.sh)
-  uv pip install --python "$control/bin/python" --no-deps "${settings[@]}" -r requirements/control.lock || die "cannot install requirements/control.lock"
-  uv pip install --python "$control/bin/python" --no-deps "${settings[@]}" --editable . || die "cannot install harness-rl into $control"
-  echo "$hash" >"$control/.harness-rl"
+  uv pip install --python "$1/bin/python" --no-deps "${settings[@]}" -r "$2" || die "cannot install $2"
+  uv pip install --python "$1/bin/python" --no-deps "${settings[@]}" --editable . || die "cannot install harness-rl into $1"
+  echo "$hash" >"$1/.harness-rl"
 }
 
 setup_torch() {
@@ -115,7 +119,7 @@ name_vllm() {
 
 for part in "$@"; do
   case $part in
-  debian | control | torch) "setup_$part" ;;
-  *) die "$part is not debian, control or torch" ;;
+  debian | control | torch | openenv) "setup_$part" ;;
+  *) die "$part is not debian, control, torch or openenv" ;;
   esac
 done

@@ -1,13 +1,16 @@
 #!/usr/bin/env bash
-# Runs the tests of both environments, prints pytest's closing lines last, fails if either failed. Usage: test.sh [pytest options]
+# Runs the tests of every environment, prints pytest's closing lines last, fails if one failed. Usage: test.sh [pytest options]
 set -uo pipefail
 cd "$(dirname "$0")/.."
 mkdir -p .make
 export PYTHONDONTWRITEBYTECODE=1
-.venv/bin/python -m pytest --ignore=tests/learner --ignore=tests/accept "$@" 2>&1 | tee .make/test-control.log
-control=${PIPESTATUS[0]}
-.venv-torch/bin/python -m pytest tests/learner "$@" 2>&1 | tee .make/test-torch.log
-torch=${PIPESTATUS[0]}
-printf 'control: %s\n' "$(tail -n 1 .make/test-control.log)"
-printf 'torch: %s\n' "$(tail -n 1 .make/test-torch.log)"
-[ "$control" = 0 ] && [ "$torch" = 0 ]
+failed=0
+run() { # NAME ENVIRONMENT PYTEST-ARGUMENT ...
+  "$2/bin/python" -m pytest "${@:3}" 2>&1 | tee ".make/test-$1.log"
+  if [ "${PIPESTATUS[0]}" != 0 ]; then failed=1; fi
+}
+run control .venv --ignore=tests/learner --ignore=tests/accept --ignore=tests/proxy/interop "$@"
+run torch .venv-torch tests/learner "$@"
+run openenv .venv-openenv tests/proxy/interop "$@"
+for name in control torch openenv; do printf '%s: %s\n' "$name" "$(tail -n 1 ".make/test-$name.log")"; done
+exit "$failed"

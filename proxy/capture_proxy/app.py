@@ -16,10 +16,9 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-import aiohttp
 from aiohttp import web
 
-from capture_proxy import bigjson, bodies, calls, dialects, limits, recall, schemas
+from capture_proxy import bigjson, bodies, calls, dialects, fastjson, limits, recall, schemas
 from capture_proxy.auth import agent_key, key_hash, new_key, same_key
 from capture_proxy.calls import Context
 from capture_proxy.certify import Certificates
@@ -48,11 +47,10 @@ class Proxy:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.store = Store(settings.store, settings.durability)
-        self.http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), trust_env=False)
         gate = Gate()
         control = ControlTokens(settings.tokenizer) if settings.tokenizer is not None else None
         retry = patience(settings.retry, len(settings.engines))
-        engines = [Engine(url, settings.model, self.http, retry, settings.generate_timeout_s, gate) for url in settings.engines]
+        engines = [Engine(url, settings.model, retry, settings.generate_timeout_s, gate) for url in settings.engines]
         pool = EnginePool(engines, gate, settings.retry.total_s, settings.worker)
         self.ctx = Context(settings, pool, gate, Metrics(), Certificates(settings.certificates or settings.store), control)
         self.sessions: dict[str, Session] = {}
@@ -106,7 +104,8 @@ class Proxy:
             await asyncio.wait(tasks, timeout=1.0)
         for session_id in list(self.listeners):
             await self.close_listeners(session_id)
-        await self.http.close()
+        for engine in self.ctx.pool.engines:
+            engine.close()
         for session in self.sessions.values():
             session.log.close()
         await self.store.close()
@@ -258,7 +257,8 @@ class AgentRoutes:
             if task.cancelled():
                 return _not_found(request)
             raise
-        response = web.json_response(dialects.BY_NAME[call.dialect].reply(answer, call, running.response_id, running.created))
+        body = fastjson.dumps(dialects.BY_NAME[call.dialect].reply(answer, call, running.response_id, running.created))
+        response = web.Response(body=body, content_type="application/json", charset="utf-8")
         # Written here to the last byte, so that a client that has left is noticed.
         await response.prepare(request)
         await response.write_eof()

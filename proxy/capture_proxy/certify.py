@@ -19,7 +19,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import numpy as np
 
 from capture_proxy.codec import Ids
@@ -293,9 +292,11 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
 
     async def ask() -> Certificate:
-        async with aiohttp.ClientSession(trust_env=False) as http:
-            engine = Engine(options.engine, options.model, http, Retry(total_s=5.0), 60.0)
+        engine = Engine(options.engine, options.model, Retry(total_s=5.0), 60.0)
+        try:
             return await certify(engine, options.chat_template_kwargs)
+        finally:
+            engine.close()
 
     try:
         print("\n".join(asyncio.run(ask()).lines()))

@@ -17,12 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 from capture_proxy import delta
+from capture_proxy.ids import Ids
 
 MAGIC = b"HRLTRACE1\n"
 _DIGEST = 16
 _U32 = struct.Struct("<I")
 
-Ids = npt.NDArray[np.int32]
 Logps = npt.NDArray[np.float32]
 Mask = npt.NDArray[np.uint8]
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from capture_proxy import fastjson
+
 Body = dict[str, Any]
 
 
@@ -49,20 +51,14 @@ def apply(base: Body | None, delta: Body) -> Body:
 
 def strictly_equal(a: Any, b: Any) -> bool:
     """Equal as JSON text: same types, same key order, same values."""
-    if a is b:
-        return True
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, dict):
-        return list(a) == list(b) and all(strictly_equal(value, b[key]) for key, value in a.items())
-    if isinstance(a, list):
-        return len(a) == len(b) and all(strictly_equal(x, y) for x, y in zip(a, b, strict=True))
-    if isinstance(a, float):
-        return repr(a) == repr(b)  # 0.0 == -0.0, but they are written differently
-    return bool(a == b)
+    # Python's equality is the quick refusal; it takes 1, 1.0 and True for the same, and 0.0 and -0.0.
+    return a is b or (a == b and fastjson.dumps(a) == fastjson.dumps(b))
 
 
 def _shared(a: list[Any], b: list[Any]) -> int:
+    n = min(len(a), len(b))
+    if strictly_equal(a[:n], b[:n]):
+        return n
     n = 0
     for x, y in zip(a, b, strict=False):
         if not strictly_equal(x, y):

@@ -8,21 +8,17 @@ followed, and a cancelled call closes its upstream connection, which makes the e
 from __future__ import annotations
 
 import asyncio
-import io
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-import aiohttp
-import numpy as np
-
-from capture_proxy import bigjson
-from capture_proxy.bigjson import BIG, off_loop
+from capture_proxy import fastjson
+from capture_proxy.bigjson import off_loop
 from capture_proxy.codec import Ids, Logps
 from capture_proxy.gate import Gate, HeldTooLong
-from capture_proxy.sample import BadSample, Sample, chat_sample, generate_sample, prompt_scores
+from capture_proxy.http1 import HttpClient, NoAnswer
+from capture_proxy.sample import BadSample, Sample, chat_sample, generate_sample, prompt_scores, rendered_ids, tokenized_ids
 
 T = TypeVar("T")
 
@@ -96,11 +92,9 @@ class Parsed:
 
 
 class Engine:
-    """One engine. `http` is shared; `model` is the served model name; nothing is sent while `gate` is held."""
+    """One engine. `model` is the served model name; nothing is sent while `gate` is held."""
 
-    def __init__(
-        self, url: str, model: str, http: aiohttp.ClientSession, retry: Retry, generate_timeout_s: float, gate: Gate | None = None
-    ) -> None:
+    def __init__(self, url: str, model: str, retry: Retry, generate_timeout_s: float, gate: Gate | None = None) -> None:
         self.url = url.rstrip("/")
         self.model = model
         self.retries = 0
@@ -109,7 +103,7 @@ class Engine:
         """The id that ends an assistant turn in the model's template, once it is known (`splice.closing_token`)."""
         self.generation = 0
         """Grows when what was learnt of the server no longer counts."""
-        self._http = http
+        self._http = HttpClient(self.url, CONNECT_TIMEOUT_S)
         self._gate = gate or Gate()
         self._retry = retry
         self._generate_timeout_s = generate_timeout_s
@@ -139,17 +133,17 @@ class Engine:
         self.closing_token = None
         self.generation += 1
 
-    async def render(self, chat: dict[str, Any]) -> Rendered:
-        """Token ids of a chat request, as the engine's own template gives them."""
-        answer = await self._call("POST", "/v1/chat/completions/render", {"model": self.model, **chat})
+    async def render(self, chat: dict[str, Any], known: Ids | None = None) -> Rendered:
+        """Token ids of a chat request, as the engine's own template gives them. `known` are ids that they probably start with."""
+        answer = await self._call("POST", "/v1/chat/completions/render", {"model": self.model, **chat}, ids="token_ids", known=known)
         params = answer.get("sampling_params") or {}
         extra = {key: answer[key] for key in ("reasoning_ended", "reasoning_parser_kwargs") if answer.get(key) is not None}
-        ids = np.array(answer["token_ids"], dtype=np.int32)
+        ids = self._checked(rendered_ids, answer)
         return Rendered(ids, params.get("structured_outputs"), tuple(params.get("stop_token_ids") or ()), extra)
 
     async def generate(self, prompt: Ids, params: dict[str, Any], extra: dict[str, Any]) -> Sample:
         """Samples a completion of `prompt`. An answer that the engine aborted itself is asked for again, within the retry bounds."""
-        body = {"model": self.model, "token_ids": prompt.tolist(), "sampling_params": {**params, "logprobs": 0}, **extra}
+        body = {"model": self.model, "token_ids": prompt, "sampling_params": {**params, "logprobs": 0}, **extra}
         for attempt in range(self._retry.server_errors):
             answer = await self._call("POST", "/inference/v1/generate", body, self._generate_timeout_s)
             sample = self._checked(generate_sample, answer, len(prompt))
@@ -161,12 +155,12 @@ class Engine:
 
     async def derender(self, sampled: Ids, prompt: Ids, chat: dict[str, Any], finish_reason: str) -> Parsed:
         """Text, reasoning and tool calls of sampled ids. `chat` carries tools, tool_choice and template arguments."""
-        choice = {"index": 0, "finish_reason": finish_reason, "token_ids": sampled.tolist()}
+        choice = {"index": 0, "finish_reason": finish_reason, "token_ids": sampled}
         body = {
             "model": self.model,
             "generate_response": {"request_id": "derender", "choices": [choice]},
             # The tail of the prompt is enough to decode the first sampled id as the engine would.
-            "prompt_token_ids": prompt[-64:].tolist(),
+            "prompt_token_ids": prompt[-64:],
             "chat_request": {"model": self.model, "messages": [{"role": "user", "content": "."}], **chat},
         }
         answer = await self._call("POST", "/v1/chat/completions/derender", body)
@@ -175,7 +169,7 @@ class Engine:
     async def score(self, ids: Ids, start: int) -> Logps:
         """Logprobs of `ids[start:]` given what precedes each, at temperature 1 under the current weights. float32 [len(ids) - start]."""
         params = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
-        body = {"model": self.model, "token_ids": ids.tolist(), "sampling_params": params}
+        body = {"model": self.model, "token_ids": ids, "sampling_params": params}
         answer = await self._call("POST", "/inference/v1/generate", body, self._generate_timeout_s)
         return self._checked(prompt_scores, answer, ids, start)
 
@@ -183,7 +177,7 @@ class Engine:
         """Chat capture: the chat route with ids and logprobs. Prompt ids are empty when the server does not report them."""
         wants = {"return_token_ids": True, "return_tokens_as_token_ids": True, "logprobs": True, "top_logprobs": 0}
         body = {"model": self.model, **chat, **params, **wants}
-        answer = await self._call("POST", "/v1/chat/completions", body, self._generate_timeout_s)
+        answer = await self._call("POST", "/v1/chat/completions", body, self._generate_timeout_s, ids="prompt_token_ids")
         prompt, sample = self._checked(chat_sample, answer)
         return prompt, sample, self._checked(_parsed, answer["choices"][0]["message"])
 
@@ -201,7 +195,7 @@ class Engine:
     async def tokenize(self, text: str) -> Ids:
         """The ids of a text, without any that a tokenizer adds at its ends."""
         answer = await self._call("POST", "/tokenize", {"model": self.model, "prompt": text, "add_special_tokens": False})
-        return np.array(answer["tokens"], dtype=np.int32)
+        return self._checked(tokenized_ids, answer)
 
     async def detokenize(self, ids: Ids) -> str:
         """The text of ids, control tokens included."""
@@ -220,11 +214,14 @@ class Engine:
     async def alive(self) -> bool:
         """One quick look at `/health`."""
         try:
-            timeout = aiohttp.ClientTimeout(total=CONNECT_TIMEOUT_S)
-            async with self._http.get(self.url + "/health", timeout=timeout, allow_redirects=False) as response:
-                return response.status == 200
-        except (aiohttp.ClientError, TimeoutError):
+            status, _ = await self._http.request("GET", "/health", None, CONNECT_TIMEOUT_S)
+        except (NoAnswer, TimeoutError):
             return False
+        return status == 200
+
+    def close(self) -> None:
+        """Closes the idle connections."""
+        self._http.close()
 
     def _checked(self, read: Callable[..., T], *args: Any) -> T:
         try:
@@ -236,29 +233,35 @@ class Engine:
         return min(self._retry.base_s * 2**attempt, MAX_BACKOFF_S)
 
     async def _call(
-        self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float = CONTROL_TIMEOUT_S
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        timeout_s: float = CONTROL_TIMEOUT_S,
+        ids: str | None = None,
+        known: Ids | None = None,
     ) -> dict[str, Any]:
         """One request, repeated within the retry bounds while the engine is unreachable or overloaded.
 
+        `ids` names the answer's long list of ids, and `known` are ids that it probably starts with.
+
         Each try waits for the gate: an engine that was started again answers before it has the policy's weights.
         """
+        raw = None if body is None else await off_loop(_text_size(body), fastjson.dumps, body)
         deadline = time.monotonic() + self._retry.total_s
         attempt = errors = 0
-        data = None if body is None else await off_loop(_text_size(body), _encoded, body)
         while True:
             try:
                 await self._gate.wait()
-                status, answer = await self._once(method, path, data, timeout_s)
+                status, answer = await self._http.request(method, path, raw, timeout_s)
             except HeldTooLong as error:
                 raise PolicyHeld(f"engine {self.url}{path}: {error}") from error
-            except aiohttp.ConnectionTimeoutError as error:
-                status, answer = None, f"no connection within {CONNECT_TIMEOUT_S:g} s ({error})"
             except TimeoutError as error:
                 raise EngineUnavailable(f"engine {self.url}{path}: no answer within {timeout_s:g} s") from error
-            except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
-                status, answer = None, f"{type(error).__name__}: {error}"
+            except NoAnswer as error:
+                status, answer = None, str(error).encode()
             if status == 200:
-                return json_object(answer, self.url + path)
+                return json_object(answer, self.url + path, ids, known)
             if status is not None and 300 <= status < 400:
                 raise EngineError(f"engine {self.url}{path} answered a redirect ({status}), which is never followed")
             if status is not None and status < 500:
@@ -267,24 +270,10 @@ class Engine:
                 )
             errors += status not in (None, 503)
             if errors >= self._retry.server_errors or time.monotonic() + self._backoff(attempt) > deadline:
-                raise EngineUnavailable(f"engine {self.url}{path} failed ({status or 'no connection'}): {_error_text(answer)}")
+                raise EngineUnavailable(f"engine {self.url}{path} failed ({status or 'no answer'}): {_error_text(answer)}")
             self.retries += 1
             await asyncio.sleep(self._backoff(attempt))
             attempt += 1
-
-    async def _once(self, method: str, path: str, body: bytes | None, timeout_s: float) -> tuple[int, str]:
-        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
-        # A stream is sent piece by piece, other calls' turns in between.
-        data = io.BytesIO(body) if body is not None and len(body) >= BIG else body
-        headers = {} if body is None else {"Content-Type": "application/json"}
-        async with self._http.request(
-            method, self.url + path, data=data, headers=headers, timeout=timeout, allow_redirects=False
-        ) as response:
-            return response.status, await response.text()
-
-
-def _encoded(body: dict[str, Any]) -> bytes:
-    return (bigjson.dumps(body, json.dumps, ", ", ": ") if _text_size(body) >= BIG else json.dumps(body)).encode()
 
 
 def _text_size(body: dict[str, Any]) -> int:
@@ -292,10 +281,10 @@ def _text_size(body: dict[str, Any]) -> int:
     return sum(len(content) for message in body.get("messages", ()) if type(content := message.get("content")) is str)
 
 
-def json_object(text: str, where: str) -> dict[str, Any]:
-    """The JSON object in an engine's 200 answer."""
+def json_object(raw: bytes, where: str, ids: str | None = None, known: Ids | None = None) -> dict[str, Any]:
+    """The JSON object in an engine's 200 answer; its member `ids` as an array, where it is a list of ids."""
     try:
-        answer = json.loads(text)
+        answer = fastjson.loads(raw) if ids is None else fastjson.loads_with_ids(raw, ids, known)
     except ValueError as error:
         raise EngineError(f"engine {where} answered 200 with something that is not JSON") from error
     if not isinstance(answer, dict):
@@ -303,14 +292,14 @@ def json_object(text: str, where: str) -> dict[str, Any]:
     return answer
 
 
-def _error_text(answer: str) -> str:
+def _error_text(answer: bytes) -> str:
     try:
-        return str(json.loads(answer)["error"]["message"])[:500]
+        return str(fastjson.loads(answer)["error"]["message"])[:500]
     except (ValueError, KeyError, TypeError):
-        return answer[:200]
+        return answer[:200].decode(errors="replace")
 
 
-def _context_full(status: int, answer: str) -> bool:
+def _context_full(status: int, answer: bytes) -> bool:
     """vLLM's wording for a prompt that does not fit even without output; a too large max_tokens alone says it otherwise."""
     text = _error_text(answer)
     return status == 400 and ("maximum context length" in text or "exceeds model's maximum" in text) and "max_tokens" not in text

@@ -8,16 +8,14 @@ ids are views of the longest array that continues them, so memory is linear in a
 
 from __future__ import annotations
 
-import hashlib
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from capture_proxy import delta
-from capture_proxy.codec import Ids, Logps, common_prefix
+from capture_proxy.codec import Logps, common_prefix
+from capture_proxy.ids import Ids, PrefixHash
 from capture_proxy.reasons import Reason
 
 RECENT_BODIES = 8
@@ -57,6 +55,8 @@ class Turn:
     rendered_len: int
     """Length and hash of the engine's plain render of the request, before any splice."""
     rendered_hash: str
+    total_hash: bytes | None = None
+    """Digest of `total`, where it is known already."""
     continues: str | None = None
     """The turn whose answer the request's history holds, whether or not the tokens could be kept."""
     tool_call_ids: tuple[str, ...] = ()
@@ -97,20 +97,21 @@ class TurnGraph:
     _recent: dict[str, delta.Body] = field(default_factory=dict)
     """Bodies of the turns recorded last, so that a conversation that grows is not rebuilt at every call."""
 
-    def parent_of(self, prompt: Ids, continues: Turn | None) -> str | None:
+    def parent_of(self, prompt: Ids, continues: Turn | None, digest: PrefixHash | None = None) -> str | None:
         """The recorded turn whose whole context is the longest prefix of `prompt`. One pass over the ids.
 
         Of several turns with the same tokens it is the one that the request `continues` by its messages, else the first.
+        `digest` is the prompt's, where its caller goes on with it.
         """
-        lengths = sorted(n for n in self._by_total if n <= len(prompt))
-        raw = memoryview(np.ascontiguousarray(prompt, dtype="<i4")).cast("B")
-        digest = hashlib.blake2b(digest_size=16)
+        digest = digest or PrefixHash(prompt)
         best: list[str] = []
-        done = 0
-        for n in lengths:
-            digest.update(raw[4 * done : 4 * n])
-            done = n
-            best = self._by_total[n].get(digest.copy().digest(), best)
+        shortest = 0
+        if continues is not None and len(continues.total) <= len(prompt):
+            # Usually it is a prefix; then shorter ones need no look.
+            n = len(continues.total)
+            shortest = n if digest.at(n) in self._by_total.get(n, ()) else 0
+        for n in sorted(n for n in self._by_total if shortest <= n <= len(prompt)):
+            best = self._by_total[n].get(digest.at(n), best)
         if continues is not None and continues.node_id in best:
             return continues.node_id
         return best[0] if best else None
@@ -125,7 +126,7 @@ class TurnGraph:
 
     def add(self, turn: Turn) -> None:
         """Records a turn whose `parent`, `base`, `keep` and `request` come from `place`."""
-        digest = hashlib.blake2b(np.ascontiguousarray(turn.total, dtype="<i4").tobytes(), digest_size=16).digest()
+        digest = turn.total_hash or PrefixHash(turn.total).whole()
         self._by_total.setdefault(len(turn.total), {}).setdefault(digest, []).append(turn.node_id)
         self.turns[turn.node_id] = turn
         self._recent[turn.node_id] = self.body(turn.node_id)

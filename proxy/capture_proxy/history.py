@@ -7,12 +7,15 @@ result never depends on the order in which concurrent calls finished.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from dataclasses import dataclass
 
 from capture_proxy.graph import Turn
-from capture_proxy.messages import Message
+from capture_proxy.messages import Message, chain_keys
 from capture_proxy.reasons import Reason
+
+RECENT = 8
+"""How many requests of a session are kept, so that a conversation that grows is not digested anew at every call."""
 
 
 @dataclass(frozen=True)
@@ -28,12 +31,32 @@ class History:
 
     def __init__(self) -> None:
         self._by_key: defaultdict[bytes, list[Turn]] = defaultdict(list)
+        self._recent: deque[tuple[list[Message], list[bytes]]] = deque(maxlen=RECENT)
+        """Messages and keys of the requests seen last."""
+
+    def keys(self, messages: list[Message], seed: bytes, reasoning: bool = True) -> list[bytes]:
+        """`chain_keys(messages, seed, reasoning)`; what an earlier request began with is compared, not digested.
+
+        `reasoning` is the same for all requests of a session.
+        """
+        known: list[bytes] = [seed]
+        for before, keys in reversed(tuple(self._recent)):  # a big call's are compared in a thread
+            if keys[0] != seed:
+                continue
+            shared = next((i for i, (a, b) in enumerate(zip(before, messages, strict=False)) if a != b), min(len(before), len(messages)))
+            if shared >= len(known):
+                known = keys[: shared + 1]
+            if shared == len(before):
+                break
+        known = [*known[:-1], *chain_keys(messages[len(known) - 1 :], known[-1], reasoning)]
+        self._recent.append((messages, known))
+        return known
 
     def add(self, turn: Turn) -> None:
         self._by_key[turn.reply_key].append(turn)
 
     def find(self, messages: list[Message], keys: list[bytes]) -> Continuation | None:
-        """The deepest recorded turn that the request continues; `keys` is `chain_keys(messages, ...)`."""
+        """The deepest recorded turn that the request continues; `keys` is `self.keys(messages, ...)`."""
         for index in range(len(messages) - 1, -1, -1):
             if messages[index].get("role") != "assistant":
                 continue

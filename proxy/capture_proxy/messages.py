@@ -13,6 +13,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from capture_proxy import fastjson
+
 Message = dict[str, Any]
 
 _THINK = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
@@ -141,8 +143,7 @@ def extend_key(key: bytes, message: Message, reasoning: bool = True) -> bytes:
 
 def context_key(tools: list[dict[str, Any]], template_kwargs: dict[str, Any]) -> bytes:
     """What else shapes the prompt: two conversations with different tools are different conversations."""
-    text = json.dumps([tools, template_kwargs], ensure_ascii=True, separators=(",", ":"))
-    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+    return hashlib.blake2b(fastjson.dumps([tools, template_kwargs]), digest_size=16).digest()
 
 
 def _canonical_arguments(arguments: str) -> str:

@@ -39,9 +39,9 @@ def turn_to_record(turn: Turn) -> tuple[dict[str, Any], dict[str, npt.NDArray[An
     return header, {"tail": turn.prompt[turn.keep :], "completion": turn.completion, "logps": turn.logps}
 
 
-def turn_frame(turn: Turn, big: bool = False) -> bytes:
-    """A turn's record as it stands in the log. `big`: see `bigjson`."""
-    return frame(*turn_to_record(turn), big)
+def turn_frame(turn: Turn) -> bytes:
+    """A turn's record as it stands in the log."""
+    return frame(*turn_to_record(turn))
 
 
 def turn_from_record(record: Record, known: Mapping[str, Turn]) -> Turn:

@@ -43,10 +43,11 @@ async def build_prompt(
     `keep_reasoning`: a continued turn stays whole even where template or client no longer show all of it.
     """
     messages = certificate.placed(messages)
-    rendered = await view.render(messages)
     if continuation is None:
+        rendered = await view.render(messages)
         return Prompt(rendered.ids, rendered, None, False, None)
     at, answer = continuation.answer_at, Answer.of(continuation.turn)
+    rendered = await view.render(messages, known=answer.render)
     try:
         try:
             certificate.check(messages, at, answer.finish_reason == "length")
@@ -59,7 +60,8 @@ async def build_prompt(
         return Prompt(rendered.ids, rendered, continuation.turn, False, str(fork))
     except EngineRefused:
         return Prompt(rendered.ids, rendered, continuation.turn, False, "template_refused_history")
-    return Prompt(ids, rendered, continuation.turn, not np.array_equal(ids, rendered.ids), None)
+    spliced = not np.array_equal(ids, rendered.ids)
+    return Prompt(ids if spliced else rendered.ids, rendered, continuation.turn, spliced, None)
 
 
 def visible(parsed: Parsed, stop: int | str | None) -> Parsed:

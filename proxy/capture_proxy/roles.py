@@ -48,18 +48,18 @@ class Rule(BaseModel):
 
     def matches(self, call: AgentCall, headers: Mapping[str, str]) -> bool:
         """Whether every condition that is set holds."""
+        if (self.dialect is not None and self.dialect != call.dialect) or (self.tools is not None and self.tools != bool(call.tools)):
+            return False
         first, last = call.messages[0], call.messages[-1]
         system = text_of(first["content"]) if first["role"] in ("system", "developer") else ""
         asked = text_of(last["content"]) if last["role"] == "user" else ""
         name, _, words = (self.header or "").partition("=")
         json_answer = (call.response_format or {}).get("type") == "json_schema"
         return (
-            (self.dialect is None or self.dialect == call.dialect)
-            and (self.system is None or self.system in system)
+            (self.system is None or self.system in system)
             and (self.last_user is None or self.last_user in asked)
             and (self.last_user_is is None or self.last_user_is == asked.strip())
             and (self.header is None or (name in headers and words in headers[name]))
-            and (self.tools is None or self.tools == bool(call.tools))
             and (self.json_answer is None or self.json_answer == json_answer)
             and (self.max_tokens is None or self.max_tokens == call.max_tokens)
         )

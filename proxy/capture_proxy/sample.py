@@ -6,14 +6,13 @@ Invariant: a `Sample` without a `problem` holds one finite logprob <= 0 for each
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from capture_proxy.codec import Ids, Logps
-from capture_proxy.trace import MAX_ID
+from capture_proxy.codec import Logps
+from capture_proxy.ids import MAX_ID, Ids
 
 LOGPROB_FLOOR = -9999.0
 """What vLLM writes in place of NaN and minus infinity; never the logprob of a token that was sampled."""
@@ -49,8 +48,7 @@ def generate_sample(answer: dict[str, Any], prompt_len: int) -> Sample:
     """A `/inference/v1/generate` answer."""
     choice = _choice(answer)
     entries = (choice.get("logprobs") or {}).get("content")
-    named = [_get(entry, "token_id") for entry in entries] if isinstance(entries, list) else None
-    sample = _sample(choice, answer, entries, named)
+    sample = _sample(choice, answer, entries, _column(entries, "token_id"))
     counted = _get(answer.get("usage"), "prompt_tokens")
     if counted is not None and counted != prompt_len and sample.problem is None:
         return _with_problem(sample, f"the engine counted {counted} prompt tokens, {prompt_len} were sent")
@@ -61,12 +59,28 @@ def chat_sample(answer: dict[str, Any]) -> tuple[Ids, Sample]:
     """Prompt ids and sample of a chat answer with `return_token_ids` and `return_tokens_as_token_ids`."""
     choice = _choice(answer)
     entries = (choice.get("logprobs") or {}).get("content")
-    named = [_named_id(_get(entry, "token")) for entry in entries] if isinstance(entries, list) else None
+    named = [_named_id(token) for token in _column(entries, "token")]
     prompt = _ids(answer.get("prompt_token_ids"))
     sample = _sample(choice, answer, entries, named)
     if prompt is None and sample.problem is None:
         sample = _with_problem(sample, "the server does not report prompt token ids (it needs return_token_ids, vLLM 0.11 or newer)")
     return np.empty(0, np.int32) if prompt is None else prompt, sample
+
+
+def rendered_ids(answer: dict[str, Any]) -> Ids:
+    """The ids of a render answer. Raises `BadSample` when it holds none."""
+    ids = _ids(answer.get("token_ids"))
+    if ids is None or not len(ids):
+        raise BadSample("its render holds no token ids")
+    return ids
+
+
+def tokenized_ids(answer: dict[str, Any]) -> Ids:
+    """The ids of a `/tokenize` answer. Raises `BadSample` when it holds none."""
+    ids = _ids(answer.get("tokens"))
+    if ids is None:
+        raise BadSample("its tokenize answer holds no token ids")
+    return ids
 
 
 def prompt_scores(answer: dict[str, Any], ids: Ids, start: int) -> Logps:
@@ -87,8 +101,9 @@ def _choice(answer: dict[str, Any]) -> dict[str, Any]:
     return choices[0]
 
 
-def _sample(choice: dict[str, Any], answer: dict[str, Any], entries: Any, named: list[Any] | None) -> Sample:
+def _sample(choice: dict[str, Any], answer: dict[str, Any], entries: Any, named: list[Any]) -> Sample:
     ids = _ids(choice.get("token_ids"))
+    values = _column(entries, "logprob")
     problem: str | None = None
     if ids is None:
         problem = "the engine reported no usable token ids"
@@ -99,10 +114,10 @@ def _sample(choice: dict[str, Any], answer: dict[str, Any], entries: Any, named:
     elif named != ids.tolist():
         problem = "logprobs are reported for other ids than the sampled ones"
     else:
-        problem = _logprob_problem([_get(entry, "logprob") for entry in entries])
+        problem = _logprob_problem(values)
     if ids is None:
         ids = np.empty(0, np.int32)
-    logps = np.array([entry["logprob"] for entry in entries] if problem is None else [], dtype=np.float32)
+    logps = np.array(values if problem is None else [], dtype=np.float32)
     details = _get(answer.get("usage"), "prompt_tokens_details")
     return Sample(
         ids=ids,
@@ -124,7 +139,19 @@ def _get(value: Any, key: str) -> Any:
     return value.get(key) if isinstance(value, dict) else None
 
 
+def _column(entries: Any, key: str) -> list[Any]:
+    """The value of `key` in each entry, None where it is missing; empty where there are no entries."""
+    if not isinstance(entries, list):
+        return []
+    try:
+        return [entry[key] for entry in entries]
+    except (KeyError, TypeError, IndexError):
+        return [_get(entry, key) for entry in entries]
+
+
 def _ids(value: Any) -> Ids | None:
+    if isinstance(value, np.ndarray):
+        return value
     if not isinstance(value, list) or set(map(type, value)) - {int}:
         return None
     if value and not 0 <= min(value) <= max(value) <= MAX_ID:
@@ -142,7 +169,7 @@ def _logprob_problem(values: list[Any]) -> str | None:
     for i, value in enumerate(values):
         if type(value) not in (float, int):
             return f"logprob {i} is {value!r}, not a number"
-        if not math.isfinite(value) or value > 0 or value <= LOGPROB_FLOOR:
+        if not LOGPROB_FLOOR < value <= 0:  # neither NaN nor infinity is
             return f"logprob {i} is {value!r}, which no sampled token has"
     return None
 

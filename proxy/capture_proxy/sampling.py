@@ -13,10 +13,10 @@ from typing import Any
 
 from capture_proxy.bigjson import off_loop
 from capture_proxy.certify import Certificates
-from capture_proxy.codec import Ids
 from capture_proxy.control import USUAL, ControlTokens, quoted
 from capture_proxy.engine import Engine, EngineError, EngineInfo, EngineRefused, Parsed
-from capture_proxy.messages import AgentCall, chain_keys, context_key
+from capture_proxy.ids import Ids, PrefixHash
+from capture_proxy.messages import AgentCall, context_key
 from capture_proxy.reasons import Reason
 from capture_proxy.refusal import CONTEXT_FULL, CallRefused
 from capture_proxy.rendering import Prompt, build_prompt, visible
@@ -35,8 +35,10 @@ class Sampled:
     """`tokens` or `chat`."""
     prompt: Ids
     """int32 [P]: what the engine was given; empty where a chat server does not say."""
+    digest: PrefixHash
+    """Of `prompt`."""
     rendered: Ids
-    """The engine's plain render of the request."""
+    """The engine's plain render of the request; the very same array where it was sent as rendered."""
     chain: bytes
     """Key of the conversation that was asked (`messages.chain_keys`)."""
     sample: Sample
@@ -71,11 +73,12 @@ async def sample_by_tokens(
     kwargs = template.chat_template_kwargs
     view = View(engine, chat_fields(call, kwargs), control if template.control_tokens == "split" else None)
     context, shown = context_key(call.tools, kwargs), session.spec.shows_reasoning
-    keys = await off_loop(running.body_bytes, chain_keys, call.messages, context, shown)
+    keys = await off_loop(running.body_bytes, session.history.keys, call.messages, context, shown)
     continuation = session.history.find(call.messages, keys)
     certificate = await certificates.of(engine, kwargs)
     built = await build_prompt(view, call.messages, continuation, certificate, session.spec.history == "keep_reasoning")
-    parent = session.graph.parent_of(built.ids, built.continues)
+    digest = PrefixHash(built.ids)
+    parent = session.graph.parent_of(built.ids, built.continues, digest)
     max_tokens = output_room(session, call, len(built.ids), info.max_model_len)
     running.sampling.set()
     pattern = control.pattern if control is not None else USUAL
@@ -99,6 +102,7 @@ async def sample_by_tokens(
         engine=engine,
         mode="tokens",
         prompt=built.ids,
+        digest=digest,
         rendered=built.rendered.ids,
         chain=keys[-1],
         sample=sample,
@@ -128,16 +132,18 @@ async def sample_by_chat(session: Session, call: AgentCall, running: RunningCall
     params = _params(session, call, max_tokens, seed)
     before = await engine.version()
     prompt, sample, parsed = await engine.chat(fields, params)
+    digest = PrefixHash(prompt)
     json_output = (call.response_format or {}).get("type", "text") != "text"
     return Sampled(
         engine=engine,
         mode="chat",
         prompt=prompt,
+        digest=digest,
         rendered=prompt,
-        chain=chain_keys(call.messages, context_key(call.tools, kwargs), session.spec.shows_reasoning)[-1],
+        chain=session.history.keys(call.messages, context_key(call.tools, kwargs), session.spec.shows_reasoning)[-1],
         sample=sample,
         parsed=parsed,
-        parent=session.graph.parent_of(prompt, None),
+        parent=session.graph.parent_of(prompt, None, digest),
         params=params,
         seed=seed,
         constrained=json_output or call.tool_choice not in (None, "auto", "none"),

@@ -154,7 +154,7 @@ class Session:
     async def record(self, call: RunningCall, turn: Turn) -> asyncio.Future[None]:
         """Stores a call's turn, of a cancelled call whole or not at all; the future is done when it may be shown to the agent."""
         big = call.body_bytes >= BIG
-        frame = await off_loop(call.body_bytes, turn_frame, turn, big)
+        frame = await off_loop(call.body_bytes, turn_frame, turn)
         cancelled: asyncio.CancelledError | None = None
         if not big:
             self.log.put(frame)

@@ -43,17 +43,31 @@ class Answer:
     finish_reason: str
     stopped: bool = False
     """A stop string ended it."""
+    plain: bool = False
+    """The prompt is that render."""
 
     @classmethod
     def of(cls, turn: Turn) -> Answer:
         meta = turn.meta
         stopped = isinstance(meta.get("stop_reason"), str)
         key, finish = bytes.fromhex(meta["answer_key"]), str(meta.get("finish_reason"))
-        return cls(turn.total, turn.prompt_len, turn.rendered_len, turn.rendered_hash, key, finish, stopped)
+        plain = meta.get("spliced") is False
+        return cls(turn.total, turn.prompt_len, turn.rendered_len, turn.rendered_hash, key, finish, stopped, plain)
 
     @property
     def sampled(self) -> Ids:
         return self.total[self.prompt_len :]
+
+    @property
+    def render(self) -> Ids | None:
+        """The engine's plain render of the request that it answers, where its ids are still known."""
+        return self.total[: self.prompt_len] if self.plain else None
+
+    def follows_in(self, full: Ids) -> bool:
+        """Whether `full` starts with that render."""
+        if self.render is not None:
+            return starts_with(full, self.render)
+        return hash_ids(full[: self.rendered_len]) == self.rendered_hash
 
 
 async def splice(view: View, messages: list[Message], at: int, answer: Answer, full: Ids) -> Ids:
@@ -62,7 +76,7 @@ async def splice(view: View, messages: list[Message], at: int, answer: Answer, f
     if not len(sampled):
         raise Fork("no_sampled_ids")
     start, aligned = answer.rendered_len, True
-    if hash_ids(full[:start]) != answer.rendered_hash:
+    if not answer.follows_in(full):
         # The client spells an earlier message differently now (a list for a string), or the answer's first characters are tokenised
         # together with the end of the generation prompt: render the answered request in today's spelling and see.
         before = (await view.render(messages[:at])).ids

@@ -23,7 +23,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from capture_proxy import bigjson
+from capture_proxy import fastjson
 
 Durability = Literal["process", "host"]
 Arrays = Mapping[str, npt.NDArray[Any]]
@@ -205,16 +205,12 @@ def read_log(path: Path) -> LogContent:
     return LogContent(records, at, len(data) - at)
 
 
-def frame(header: dict[str, Any], arrays: Arrays, big: bool = False) -> bytes:
-    """A record as it stands in the log. `big`: see `bigjson`."""
+def frame(header: dict[str, Any], arrays: Arrays) -> bytes:
+    """A record as it stands in the log."""
     described = {**header, "arrays": [[name, array.dtype.str, len(array)] for name, array in arrays.items()]}
-    raw = (bigjson.dumps(described, _dumps) if big else _dumps(described)).encode()
+    raw = fastjson.dumps(described)
     payload = b"".join([_U32.pack(len(raw)), raw, *(np.ascontiguousarray(array).tobytes() for array in arrays.values())])
     return _FRAME.pack(len(payload), zlib.crc32(payload)) + payload
-
-
-def _dumps(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
 
 
 def _record(payload: memoryview) -> Record:

@@ -16,16 +16,16 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, ValidationInfo, field_validator, model_validator
 
 from capture_proxy import codec
-from capture_proxy.codec import Ids, Logps, Mask
+from capture_proxy.codec import Logps, Mask
+from capture_proxy.ids import MAX_ID, Ids, PrefixHash
 
 MEDIA_TYPE = "application/x-harness-trace"
 """`Accept` value that asks the proxy for the binary form."""
-MAX_ID = 2**31 - 1
 
 
 def hash_ids(ids: npt.ArrayLike) -> str:
     """blake2b-16 (hex) of the ids as little-endian int32."""
-    return hashlib.blake2b(np.ascontiguousarray(ids, dtype="<i4").tobytes(), digest_size=16).hexdigest()
+    return PrefixHash(ids).whole().hex()
 
 
 def hash_sample(completion_ids: npt.ArrayLike, logps: npt.ArrayLike, completion_mask: npt.ArrayLike) -> str:

@@ -22,10 +22,10 @@ class View:
     split: ControlTokens | None = None
     """Encodes control tokens that a message quotes as the text that they are; None: as the engine does."""
 
-    async def render(self, messages: list[Message], **more: Any) -> Rendered:
-        """Token ids of a conversation as the engine's template gives them. Raises `EngineError`."""
+    async def render(self, messages: list[Message], known: Ids | None = None, **more: Any) -> Rendered:
+        """Token ids of a conversation as the engine's template gives them, probably `known` first. Raises `EngineError`."""
         if self.split is None:
-            return await self.engine.render({"messages": messages, **self.fields, **more})
+            return await self.engine.render({"messages": messages, **self.fields, **more}, known)
         hidden = self.split.hide(messages)
         return self.split.restore(await self.engine.render({"messages": hidden.messages, **self.fields, **more}), hidden)
 

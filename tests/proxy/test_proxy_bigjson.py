@@ -1,4 +1,4 @@
-"""JSON item by item is JSON: whatever `json` reads and writes, and refuses."""
+"""JSON item by item is JSON: whatever `json` reads, and refuses."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ from hypothesis import strategies as st
 
 from capture_proxy import bigjson
 
-SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.just("x" * (bigjson.SMALL + 1))
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.just("x" * 70_000)
 VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4), max_leaves=12)
 INDENTS = st.sampled_from([None, 0, 2, "\t"])
 
 
 @given(value=VALUES, indent=INDENTS, ascii_only=st.booleans())
 @settings(max_examples=100, deadline=None)
-def test_it_reads_and_writes_what_json_does(value: Any, indent: Any, ascii_only: bool) -> None:
+def test_it_reads_what_json_reads(value: Any, indent: Any, ascii_only: bool) -> None:
     text = json.dumps(value, indent=indent, ensure_ascii=ascii_only)
     for raw in (text.encode("utf-8", "surrogatepass"), b"\xef\xbb\xbf" + text.encode("utf-8", "surrogatepass"), text.encode("utf-16")):
         assert repr(bigjson.loads(raw, JSONDecoder())) == repr(json.loads(raw))
-    assert bigjson.dumps(value, json.dumps, ", ", ": ") == json.dumps(value)
 
 
 @given(

@@ -344,7 +344,7 @@ def _begins(prompt: Any, ids: Any) -> bool:
     return len(ids) <= len(prompt) and bool(np.array_equal(prompt[: len(ids)], ids))
 
 
-def _shortest(graph: Any, prompt: Any, continues: Any) -> str | None:
+def _shortest(graph: Any, prompt: Any, continues: Any, digest: Any) -> str | None:
     return next((name for name, turn in graph.turns.items() if _begins(prompt, turn.total)), None)
 
 

@@ -139,8 +139,7 @@ async def test_c34_a_developer_message_stays_where_it_is(scripted: ScriptedEngin
 
 
 async def certificate_of(url: str, kwargs: dict[str, Any]) -> Certificate:
-    async with aiohttp.ClientSession() as http:
-        return await certify(Engine(url, "policy", http, Retry(), 60.0), kwargs)
+    return await certify(Engine(url, "policy", Retry(), 60.0), kwargs)
 
 
 async def test_the_certificate_says_where_qwen3_can_go_on_by_tokens(scripted: ScriptedEngine) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import aiohttp
 import numpy as np
 import openai
 import pytest
@@ -24,12 +23,12 @@ SCRIPT: list[dict[str, Any]] = [
 async def scored(url: str, trace: TrainingTrace) -> float:
     """Largest difference between a recorded logprob and the engine's own score of the same tokens in one forward pass."""
     worst = 0.0
-    async with aiohttp.ClientSession() as http:
-        engine = Engine(url, "policy", http, Retry(), 300.0)
-        for turn in trace.turns:
-            ids = np.array(total(turn), np.int32)
-            again = await engine.score(ids, len(turn.prompt_token_ids))
-            worst = max(worst, float(np.abs(again - turn.per_token_logps).max()))
+    engine = Engine(url, "policy", Retry(), 300.0)
+    for turn in trace.turns:
+        ids = np.array(total(turn), np.int32)
+        again = await engine.score(ids, len(turn.prompt_token_ids))
+        worst = max(worst, float(np.abs(again - turn.per_token_logps).max()))
+    engine.close()
     return worst
 
 

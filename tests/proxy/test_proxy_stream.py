@@ -128,8 +128,8 @@ async def test_failure_after_the_headers_resets_the_connection(served: Served, e
     with pytest.raises(aiohttp.ClientPayloadError):
         async for line in events(agent, ASK):
             lines.append(line)
-    assert "error" in json.loads(lines[-1])
-    assert "[DONE]" not in lines
+    # No error event and no end: clients were seen to give up at the one, and to take the other for the answer.
+    assert lines and all("error" not in json.loads(line) for line in lines)
     assert (await served.admin.status(created.session_id))["calls_by_reason"] == {"engine_failed": 1}
 
 

@@ -14,6 +14,7 @@ PIECE = 8192
 
 MAX_DEPTH = 200
 """Of nested lists and objects."""
+_NESTED = (dict, list)
 
 
 class BadRequest(Exception):
@@ -29,9 +30,12 @@ def loads(text: str | bytes, big: bool = False) -> Any:
             value = json.loads(text, parse_constant=_not_json, parse_float=_finite)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
-    level = [value]
+    # Text has brackets too, so few of them are enough only to say no.
+    if len(text) < MAX_DEPTH or (isinstance(text, bytes) and text.count(b"[") + text.count(b"{") <= MAX_DEPTH):
+        return value
+    level = [value] if type(value) in _NESTED else []
     for _ in range(MAX_DEPTH):
-        level = [child for item in level if isinstance(item, dict | list) for child in (item.values() if isinstance(item, dict) else item)]
+        level = [child for item in level for child in (item.values() if type(item) is dict else item) if type(child) in _NESTED]
         if not level:
             return value
     raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
