@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import ssl
+import zlib
 from dataclasses import dataclass
 from urllib.parse import unquote, urlsplit
 
@@ -33,6 +34,8 @@ class Head:
     chunked: bool
     keep: bool
     """Another request may follow on the connection."""
+    gzip: bool = False
+    """What stands between us and the engine has compressed the body, asked or not."""
 
 
 def parse_head(raw: bytes) -> Head:
@@ -49,8 +52,9 @@ def parse_head(raw: bytes) -> Head:
         if not colon or (name == b"content-length" and headers.get(name, value) != value):
             raise NoAnswer("its answer has a malformed head")
         headers[name] = value
-    if headers.get(b"content-encoding", b"identity") != b"identity":
-        raise NoAnswer("its answer is compressed, which was not asked for")
+    coding = headers.get(b"content-encoding", b"identity").lower()
+    if coding not in (b"identity", b"gzip"):
+        raise NoAnswer(f"its answer is encoded as {coding.decode(errors='replace')}, which was not asked for")
     chunked = headers.get(b"transfer-encoding", b"").lower() == b"chunked"
     size = headers.get(b"content-length")
     if size is not None and not size.isdigit():
@@ -58,7 +62,7 @@ def parse_head(raw: bytes) -> Head:
     length = 0 if status in (b"204", b"304") else None if chunked or size is None else int(size)
     connection = headers.get(b"connection", b"").lower()
     keep = connection != b"close" and (version == b"HTTP/1.1" or connection == b"keep-alive") and (chunked or length is not None)
-    return Head(int(status), length, chunked, keep)
+    return Head(int(status), length, chunked, keep, coding == b"gzip")
 
 
 class _Connection(asyncio.Protocol):
@@ -173,12 +177,27 @@ class _Connection(asyncio.Protocol):
 
     def _succeed(self, body: bytes) -> None:
         assert self._answer is not None and self._head is not None
-        self._answer.set_result((self._head, body))
+        try:
+            self._answer.set_result((self._head, _expanded(body) if self._head.gzip else body))
+        except NoAnswer as error:
+            self._fail(error)
 
     def _fail(self, error: NoAnswer) -> None:
         assert self._answer is not None
         self._answer.set_exception(error)
         self.close()
+
+
+def _expanded(body: bytes) -> bytes:
+    """A gzip body's content. Raises `NoAnswer` where it is broken or too long."""
+    reader = zlib.decompressobj(wbits=31)
+    try:
+        content = reader.decompress(body, MAX_BODY)
+    except zlib.error as error:
+        raise NoAnswer("its answer is compressed wrongly") from error
+    if not reader.eof:
+        raise NoAnswer("its answer is too long")
+    return content
 
 
 class HttpClient:

@@ -53,7 +53,7 @@ async def serve(tmp_path: Path, certificates: Path) -> AsyncIterator[Serve]:
             url = f"http://127.0.0.1:{runner.addresses[0][1]}"
             admin = await stack.enter_async_context(ProxyClient(url, ADMIN_KEY))
             http = await stack.enter_async_context(
-                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=20), connector=aiohttp.TCPConnector(limit=0))
+                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60), connector=aiohttp.TCPConnector(limit=0))
             )
             return Served(proxy, url, admin, http)
 
