@@ -14,6 +14,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from harness_rl.errors import UserError
+from harness_rl.learner.corrections import parse_corrections
+from harness_rl.learner.recipes import RECIPES, check_objective
 
 
 class Section(BaseModel):
@@ -118,7 +120,10 @@ class RolloutSection(Section):
     seal_grace_s: float = Field(5.0, ge=0)
     max_group_replacements: float = Field(1.0, ge=0)
     """Zero-variance groups are replaced up to this multiple of `groups_per_step`; then the step is short."""
+    advantage_baseline: Literal["mean", "leave_one_out"] = "mean"
+    """Of a rollout: the mean reward of its group, or of the group's others (RLOO)."""
     normalise_advantage: Literal["std", "none"] = "std"
+    """Divide by the group's standard deviation, or by nothing."""
     balance_groups: bool = False
     """Train as many rollouts above their group's mean as below it, the best and the worst; the others get advantage 0."""
     shuffle_advantages: bool = False
@@ -139,16 +144,31 @@ class LearnerSection(Section):
     """Multiply the learning rate by the share of the gradient on which successive batches agree (arXiv 1812.06162): noise moves nothing."""
     weight_decay: float = Field(0.0, ge=0)
     max_grad_norm: float = Field(1.0, gt=0)
+    objective: str = "grpo"
+    """grpo, dapo, dr_grpo, cispo, gspo, dppo_tv, dppo_kl, or your own as `module:name` or `file.py:name`. A name sets what is left out
+    below to the numbers of its paper (learner/recipes.py)."""
     epsilon_low: float = Field(0.2, gt=0)
     epsilon_high: float = Field(0.28, gt=0)
-    truncation: float = Field(2.0, gt=0)
-    """C in min(pi_old/mu, C)."""
+    ratio_max: float = Field(0.0, ge=0)
+    """Upper bound of the ratio where the advantage is negative (dual clip; TRL's `delta`); 0 = none."""
     ratio: Literal["proximal", "behaviour"] = "proximal"
-    """`proximal`: pi/pi_old, corrected by the truncated pi_old/mu; `behaviour`: TRL's pi/mu."""
+    """`proximal`: pi/pi_old, the engine's difference corrected apart; `behaviour`: pi/mu for both, as in TRL's asynchronous trainer."""
+    corrections: list[str] | None = None
+    """Factors on a token's loss from pi_old/mu: `token_truncate`, `token_mask:0.5:5`, `geometric_reject` ... (learner/corrections.py).
+    None: `token_truncate` with the proximal ratio, none with the other. [] switches them off."""
+    truncation: float = Field(2.0, gt=0)
+    """C in min(pi_old/mu, C), for a `truncate` that names no other."""
+    kl_beta: float = Field(0.0, ge=0)
+    """Weight of the KL divergence to the reference policy; 0 = none, and no second model in memory."""
+    reference_model: str | None = None
+    """A folder in Hugging Face format or a hub id; None = the model that the run starts from."""
     minibatches: int = Field(1, ge=1)
     """Optimizer steps per batch."""
     micro_batch_tokens: int = Field(2048, ge=64)
-    loss_normalisation: Literal["token", "rollout"] = "token"
+    loss_normalisation: Literal["token", "rollout", "constant"] = "token"
+    """Over the optimizer step: each token alike, each rollout alike, or each token 1 / (rollouts * loss_constant)."""
+    loss_constant: float | None = Field(None, gt=0)
+    """Tokens; None = rollout.max_conversation_tokens."""
     gradient_checkpointing: bool = False
     threads: int = Field(0, ge=0)
     audit: bool = False
@@ -235,8 +255,28 @@ class RunConfig(Section):
     eval: EvalSection = EvalSection()
     warmup: WarmupSection = WarmupSection()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _recipe(cls, data: Any) -> Any:
+        """What the objective's paper sets, where the user does not."""
+        learner = data.get("learner") if isinstance(data, dict) else None
+        objective = learner.get("objective") if isinstance(learner, dict) else getattr(learner, "objective", None)
+        data = dict(data) if isinstance(data, dict) else data
+        for name, settings in RECIPES.get(str(objective), {}).items():
+            given = data.get(name) or {}
+            if isinstance(given, Section):
+                given = {key: getattr(given, key) for key in given.model_fields_set}
+            if isinstance(given, dict):  # else pydantic says what is wrong with it
+                data[name] = settings | given
+        return data
+
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
+        check_objective(self.learner.objective)
+        if self.learner.corrections is not None:
+            parse_corrections(self.learner.corrections, self.learner.truncation, self.learner.ratio)
+        if self.rollout.balance_groups and self.rollout.advantage_baseline != "mean":
+            raise ValueError("rollout.balance_groups takes the mean as its baseline; leave advantage_baseline out")
         if self.warmup.target_low >= self.warmup.target_high:
             raise ValueError("warmup.target_low must be below warmup.target_high")
         return self

@@ -13,6 +13,7 @@ from typing import Any
 
 from harness_rl.config import RunConfig, resolve_config
 from harness_rl.errors import UserError
+from harness_rl.learner.recipes import TRL_LOSS_ARGUMENTS, from_trl
 from harness_rl.orchestrator.main import Outcome, free_name, resolve_inputs, resumed_config, run_until_signal, train
 from harness_rl.orchestrator.rewards import RewardFunction
 from harness_rl.sessions.base import SessionFactory
@@ -34,8 +35,6 @@ TRL_NAMES = {
     "adam_epsilon": "learner.adam_epsilon",
     "weight_decay": "learner.weight_decay",
     "max_grad_norm": "learner.max_grad_norm",
-    "epsilon": "learner.epsilon_low",
-    "epsilon_high": "learner.epsilon_high",
     "gradient_checkpointing": "learner.gradient_checkpointing",
     "token_budget": "learner.micro_batch_tokens",
     "vllm_server_base_url": "engine.url",
@@ -58,17 +57,23 @@ class AsyncGRPOConfig:
     def __init__(self, output_dir: str | Path = "runs/run", **arguments: Any) -> None:
         folder = Path(output_dir)
         data: dict[str, Any] = {"run": {"dir": str(folder.parent), "name": folder.name}}
+        loss: dict[str, Any] = {}
         for name, value in arguments.items():
             if name in TRL_NAMES:
                 section, key = TRL_NAMES[name].split(".")
                 data.setdefault(section, {})[key] = value
+            elif name in TRL_LOSS_ARGUMENTS:
+                loss[name] = value
             elif name in RunConfig.model_fields and isinstance(value, dict):
                 data.setdefault(name, {}).update(value)
             else:
-                near = difflib.get_close_matches(name, [*TRL_NAMES, *RunConfig.model_fields], n=1)
+                near = difflib.get_close_matches(name, [*TRL_NAMES, *TRL_LOSS_ARGUMENTS, *RunConfig.model_fields], n=1)
                 raise UserError(f"AsyncGRPOConfig: unknown argument {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
-        if "epsilon" in arguments and "epsilon_high" not in arguments:
-            data["learner"]["epsilon_high"] = arguments["epsilon"]
+        try:
+            for section, settings in from_trl(loss).items():
+                data[section] = settings | data.get(section, {})
+        except ValueError as error:
+            raise UserError(f"AsyncGRPOConfig: {error}") from None
         self.config = resolve_config(data, [], "AsyncGRPOConfig")
 
 

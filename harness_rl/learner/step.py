@@ -57,9 +57,12 @@ class Clock:
 
 
 class Trainer:
-    def __init__(self, policy: Policy, spec: LearnerSpec) -> None:
-        self.policy, self.spec = policy, spec
+    def __init__(self, policy: Policy, spec: LearnerSpec, reference: Policy | None = None) -> None:
+        """`reference` is the policy of the KL term; it is needed where `spec.kl_beta` is not 0, and never trained."""
+        self.policy, self.spec, self.reference = policy, spec, reference
         self.objective = objectives.build(spec)
+        if self.objective.needs_reference and reference is None:
+            raise ValueError("kl_beta is not 0 and there is no reference policy")
         self.parameters = [p for p in policy.model.parameters() if p.requires_grad]
         decay = [p for p in self.parameters if p.ndim >= 2]
         rest = [p for p in self.parameters if p.ndim < 2]
@@ -133,7 +136,7 @@ class Trainer:
             return RowState.STALE
         if len(row) > self.spec.micro_batch_tokens:
             return RowState.OVERSIZE
-        if row.advantage == 0 and self.objective.uses_advantage:
+        if row.without_credit and self.objective.uses_advantage:
             return RowState.ZERO_ADVANTAGE
         return RowState.TRAINED
 
@@ -143,7 +146,10 @@ class Trainer:
         """Packs of `members`, proven row by row. A row whose packed form is wrong is rejected and the rest packed anew."""
         members = list(members)
         while members:
-            weights = term_weights([rows[i] for i in members], self.spec.loss_normalisation)
+            groups = {rows[i].group_id for i in members}
+            rollouts = len({row.rollout_id for row in rows if row.group_id in groups})
+            picked = [rows[i] for i in members]
+            weights = term_weights(picked, self.spec.loss_normalisation, self.spec.loss_constant, rollouts)
             packs = pack_rows(rows, members, self.spec.micro_batch_tokens, weights, current)
             wrong = {i: mismatch for pack in packs for i, mismatch in _mismatches(rows, pack)}
             if not wrong:
@@ -169,6 +175,10 @@ class Trainer:
         with torch.no_grad():
             return {id(pack): self.policy.score(pack)[0] for packs in minibatches for pack in packs}
 
+    @torch.no_grad()
+    def _reference_logprobs(self, pack: Pack) -> torch.Tensor | None:
+        return self.reference.score(pack)[0] if self.reference is not None and self.objective.needs_reference else None
+
     def _accumulate(self, pack: Pack, old: torch.Tensor | None, log: TermLog, clock: Clock) -> None:
         """Add the pack's share of the step's gradient."""
 
@@ -178,7 +188,8 @@ class Trainer:
         with clock("forward"):
             logprobs, entropies = self.policy.score(pack)
             old = logprobs.detach() if old is None else old
-            result = self.objective(Terms(logprobs, old, put(pack.behaviour), put(pack.advantages)))
+            reference = self._reference_logprobs(pack)
+            result = self.objective(Terms(logprobs, old, put(pack.behaviour), put(pack.advantages), put(pack.sequence), reference))
             weighted = result.loss * put(pack.weights)
         with clock("backward"):
             weighted.sum().backward()
@@ -267,3 +278,5 @@ def _record(
     log.ages.append(pack.ages)
     for name, flag in result.flags.items():
         log.flags.setdefault(name, []).append(take(flag))
+    for name, value in result.values.items():
+        log.values.setdefault(name, []).append(take(value))

@@ -108,6 +108,7 @@ class TrainingRun:
             config.rollout.groups_per_step,
             config.rollout.max_group_replacements,
             config.rollout.normalise_advantage,
+            baseline=config.rollout.advantage_baseline,
             balance=config.rollout.balance_groups,
             shuffle=config.rollout.shuffle_advantages,
             seed=config.run.seed,
