@@ -93,7 +93,8 @@ class HarnessSection(Section):
 
 
 class SandboxSection(Section):
-    kind: Literal["local"] = "local"
+    kind: Literal["local", "none"] = "local"
+    """`none`: white-box environments need no sandbox."""
     memory_mb: int = Field(1024, ge=64)
     cpus: float = Field(1.0, gt=0)
     pids: int = Field(256, ge=16)
@@ -111,7 +112,11 @@ class RolloutSection(Section):
     temperature: float = Field(1.0, gt=0)
     max_output_tokens_per_call: int = Field(128, ge=1)
     max_conversation_tokens: int = Field(1024, ge=1)
-    max_calls: int = Field(8, ge=1)
+    """Everything after a rollout's first prompt, tool results included."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """For the model's chat template, as `enable_thinking = false`."""
+    max_calls: int = Field(8, ge=0)
+    """Answers of the model in one rollout; 0 = no such limit."""
     deadline_s: float = Field(300.0, gt=0)
     """Wall clock of a whole rollout: sandbox, agent, verifier."""
     agent_timeout_s: float = Field(180.0, gt=0)
@@ -336,6 +341,8 @@ def _toml_value(value: Any) -> str:
         return repr(value)
     if isinstance(value, list):
         return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_toml_value(str(key))} = {_toml_value(item)}" for key, item in value.items()) + "}"
     text = str(value).replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     return f'"{text}"'
 

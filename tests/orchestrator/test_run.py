@@ -157,6 +157,20 @@ def test_step_metrics_count_every_scored_rollout_and_every_call_once():
     assert (line["rollout/failed/verifier"], line["perf/forward_s"], line["rows/trained"]) == (3, 2.0, 2.0)
 
 
+def test_step_metrics_tell_each_reward_function_and_what_it_logged_by_name():
+    """What a session measured for some rollouts only is the mean over those; a logged name never hides one of ours."""
+    metrics = [
+        {"rewards/win": 1.0, "rewards/Wordle": 0.5, "log/moves": 3.0, "log/reward": 9.0, "env/reset_s": 0.2, "aux": 7.0},
+        {"rewards/win": 0.0, "log/moves": 5.0, "env/reset_s": 0.4},
+    ]
+    rollouts = [Rollout(f"g-{n}", "g", n, 1, 0.0, outcome(float(n), metrics=m), [], 1.0) for n, m in enumerate(metrics)]
+    group = Group("g", "t", rollouts)
+    line = step_metrics(Batch(1, [group], [], [group], False), {}, None)
+    assert (line["rewards/win/mean"], line["rewards/win/std"], line["rewards/Wordle/mean"]) == (0.5, 0.5, 0.5)
+    assert (line["moves"], line["env/reset_s"], line["reward"]) == (4.0, pytest.approx(0.3), 0.0)
+    assert "aux" not in line
+
+
 @pytest.mark.parametrize(
     ("reward", "words"),
     [

@@ -9,7 +9,8 @@ from orchestrator.fakes import FakeFactory
 
 from harness_rl.config import RunConfig
 from harness_rl.errors import UserError
-from harness_rl.orchestrator.warmup import Check, Target, _publish, read_warm_start, script_of, warm_start_path
+from harness_rl.orchestrator.warmup import Check, Target, _publish, read_warm_start, warm_start_path
+from harness_rl.sessions.harbor import HarborSessionFactory
 
 
 @pytest.fixture
@@ -23,13 +24,15 @@ def task(tmp_path: Path) -> Path:
 
 
 def test_a_demonstration_is_the_solution_and_then_the_end_as_the_harness_knows_it(task):
-    commands = [turn["tool_calls"][0]["arguments"]["command"] for turn in script_of(task, "mini-swe-agent")]
+    row = {"prompt": "Write a to b.txt.", "task_path": str(task)}
+    mini, opencode = (HarborSessionFactory(split=task, harness=name) for name in ("mini-swe-agent", "opencode"))
+    commands = [turn["tool_calls"][0]["arguments"]["command"] for turn in mini.demonstration(row)]
     assert commands == ["echo a > b.txt", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"]
-    work, end = script_of(task, "opencode")
+    work, end = opencode.demonstration(row)
     assert work["tool_calls"][0]["arguments"]["command"] == "echo a > b.txt" and end == {"content": "Done."}
     (task / "solution" / "solve.sh").write_text("#!/bin/bash\n")
     with pytest.raises(UserError, match="holds no command"):
-        script_of(task, "mini-swe-agent")
+        mini.demonstration(row)
 
 
 def test_a_warm_start_is_named_by_everything_it_depends_on(task, tmp_path, monkeypatch):
