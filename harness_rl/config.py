@@ -142,6 +142,8 @@ class LearnerSection(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     learning_rate: float = Field(1e-5, ge=0)
     warmup_steps: int = Field(0, ge=0)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Of the learning rate after its warm-up: constant, or down to 0 at the last step."""
     adam_beta1: float = 0.9
     adam_beta2: float = 0.95
     adam_epsilon: float = Field(1e-8, gt=0)
@@ -209,6 +211,8 @@ class TasksSection(Section):
 class RewardSection(Section):
     function: str | None = None
     """`module:function` or `file.py:function`: outcome -> float | None."""
+    weights: list[float] = []
+    """Of `reward_funcs`, in their order; none: 1 each."""
     key: str = "reward"
     """Which of the verifier's numbers is the reward."""
     tampered: Literal["zero", "keep"] = "zero"

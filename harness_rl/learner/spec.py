@@ -35,7 +35,10 @@ class LearnerSpec:
     learning_rate: float = 1e-5
     """May be 0: every part of a step runs, the weights stay."""
     warmup_steps: int = 0
-    """Linear from 0; then constant."""
+    """Linear from 0; then as `schedule` says."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """constant, or down to 0 at `total_updates`."""
+    total_updates: int = 0
     adam_beta1: float = 0.9
     adam_beta2: float = 0.95
     adam_epsilon: float = 1e-8
@@ -116,6 +119,11 @@ class LearnerSpec:
             parse_corrections(self.corrections, self.truncation, self.ratio)
         except ValueError as error:
             raise UserError(f"learner: {error}") from None
+        if self.schedule != "constant" and self.total_updates <= self.warmup_steps:
+            raise UserError(
+                f"learner: a {self.schedule} schedule over {self.total_updates} updates has nothing after {self.warmup_steps} of warm-up; "
+                "set run.steps above learner.warmup_steps, or schedule = constant"
+            )
         if not self.lineage or "/" in self.lineage:
             raise UserError(f"learner: lineage {self.lineage!r} must be a short name without '/'")
 
@@ -173,7 +181,7 @@ _POSITIVE = (
 )
 _NOT_NEGATIVE = (
     *("learning_rate", "warmup_steps", "weight_decay", "checkpoint_every", "threads"),
-    *("max_rejected_rows", "max_skipped_steps", "ratio_max", "kl_beta"),
+    *("max_rejected_rows", "max_skipped_steps", "ratio_max", "kl_beta", "total_updates"),
 )
 
 

@@ -213,10 +213,9 @@ class Trainer:
         return sum(float(torch.dot(grad.flatten(), moment.flatten())) for grad, moment in moments if moment is not None)
 
     def learning_rate(self) -> float:
-        """Of the next update: linear warm-up, then constant; times the gradient's share of signal where that is asked for."""
-        warmup = self.spec.warmup_steps
-        ramp = min(1.0, (self.updates + 1) / warmup) if warmup else 1.0
-        return self.spec.learning_rate * ramp * (self.signal.value if self.spec.scale_by_signal else 1.0)
+        """Of the next update: by the schedule; times the gradient's share of signal where that is asked for."""
+        share = scheduled(self.updates, self.spec.warmup_steps, self.spec.total_updates, self.spec.schedule)
+        return self.spec.learning_rate * share * (self.signal.value if self.spec.scale_by_signal else 1.0)
 
     def _metrics(
         self, rows: Sequence[Row], states: dict[str, RowState], forwarded: int, log: TermLog, norms: Sequence[float], clock: Clock
@@ -248,6 +247,17 @@ class Trainer:
         self.signal.restore(state["signal"])
         self.updates, self.rejected = state["updates"], state["rejected"]
         torch.set_rng_state(state["rng"])
+
+
+def scheduled(done: int, warmup: int, total: int, schedule: str) -> float:
+    """Share of the learning rate for the update after `done` ones: linear up to 1 over `warmup` updates, then 1, or down to 0 at `total`
+    along a line or half a cosine."""
+    if done < warmup:
+        return (done + 1) / warmup
+    if schedule == "constant":
+        return 1.0
+    gone = min(1.0, (done - warmup) / (total - warmup))
+    return 1.0 - gone if schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * gone))
 
 
 def _mismatches(rows: Sequence[Row], pack: Pack) -> Iterator[tuple[int, RowMismatch]]:

@@ -20,6 +20,8 @@ def learner_spec(config: RunConfig, services: Services, model: Path, lineage: st
         seed=config.run.seed,
         learning_rate=learner.learning_rate,
         warmup_steps=learner.warmup_steps,
+        schedule=learner.schedule,
+        total_updates=config.run.steps * learner.minibatches,
         adam_beta1=learner.adam_beta1,
         adam_beta2=learner.adam_beta2,
         adam_epsilon=learner.adam_epsilon,

@@ -6,6 +6,7 @@ names no environment, columns that `reset` does not take, no reward at all) is r
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -71,6 +72,14 @@ class EnvironmentSessionFactory:
 
     def prompt_rows(self) -> list[dict[str, Any]]:
         return self._rows
+
+    def on(self, rows: Iterable[dict[str, Any]]) -> EnvironmentSessionFactory:
+        """The same environments and rewards on other rows (for evaluation), with the same instances. Raises UserError."""
+        other = copy.copy(self)
+        other._rows = [dict(row) for row in rows]
+        for index, row in enumerate(other._rows):
+            other._check(row, f"eval_dataset row {index}")
+        return other
 
     def identity(self) -> dict[str, Any]:
         """What a model sees of environments and tools."""

@@ -11,12 +11,12 @@ import pytest
 import torch
 from learner_helpers import alone, random_rows, row_logprobs, sampled_by, tiny_policy, trace, turn
 
-from harness_rl.errors import InvariantError, LearnerError
+from harness_rl.errors import InvariantError, LearnerError, UserError
 from harness_rl.learner import packing
 from harness_rl.learner import step as step_module
 from harness_rl.learner.rows import Row, RowState, build_rows
 from harness_rl.learner.spec import LearnerSpec
-from harness_rl.learner.step import Trainer
+from harness_rl.learner.step import Trainer, scheduled
 
 
 def trainer(**spec: Any) -> Trainer:
@@ -253,6 +253,19 @@ def test_warm_up_then_constant() -> None:
     for t.updates in range(6):
         seen.append(t.learning_rate())
     assert seen == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+
+
+def test_a_decay_goes_to_nothing_at_the_last_update_and_never_below() -> None:
+    """Four of warm-up, then 1 at the fifth of twelve and 0 after the last: a line, and half a cosine through the same ends."""
+    line = [scheduled(done, 4, 12, "linear") for done in range(14)]
+    assert line == [0.25, 0.5, 0.75, 1.0, 1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125, 0.0, 0.0]
+    cosine = [scheduled(done, 4, 12, "cosine") for done in (4, 8, 12)]
+    assert cosine == pytest.approx([1.0, 0.5, 0.0])
+    t = trainer(learning_rate=2.0, schedule="linear", total_updates=4)
+    t.updates = 1
+    assert t.learning_rate() == 1.5
+    with pytest.raises(UserError, match="a linear schedule over 4 updates has nothing after 4 of warm-up"):
+        trainer(schedule="linear", total_updates=4, warmup_steps=4)
 
 
 def test_sft_trains_rows_without_advantage_and_makes_them_likelier() -> None:
