@@ -134,6 +134,8 @@ class RolloutSection(Section):
     shuffle_advantages: bool = False
     """A control: advantages are shuffled inside each group, so that nothing can be learned."""
     shuffle_tasks: bool = True
+    trust_rollout_func: bool = False
+    """Train what a `rollout_func` returns although the proxy did not capture it (counted as `rollout_func/trusted`)."""
 
 
 class LearnerSection(Section):

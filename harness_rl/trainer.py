@@ -21,6 +21,8 @@ from harness_rl.sessions.base import SessionFactory
 from harness_rl.sessions.environment_factory import Demonstrations, EnvironmentSessionFactory
 from harness_rl.sessions.environments import EnvironmentFactory
 from harness_rl.sessions.rewardfuncs import RewardFunc
+from harness_rl.sessions.rollout_func import RolloutFunc
+from harness_rl.sessions.rollout_func_session import UsersLoop
 from harness_rl.shortform import shorten
 from harness_rl.trl.callbacks import Callbacks, TrainerState, checked_callbacks
 from harness_rl.trl.config import AsyncGRPOConfig, FlatConfig, GRPOConfig
@@ -82,6 +84,7 @@ class _EnvironmentTrainer:
         callbacks: Iterable[Any] | None,
         processing_class: Any,
         demonstrations: Demonstrations | None,
+        rollout_func: RolloutFunc | None,
         **refused: Any,
     ) -> None:
         name = type(self).__name__
@@ -109,6 +112,7 @@ class _EnvironmentTrainer:
             "reward_weights": self.config.reward.weights,
             "demonstrations": demonstrations,
             "trainer_state": self.state,
+            "rollout_func": None if rollout_func is None else UsersLoop(rollout_func, self, self.config.rollout.trust_rollout_func),
         }
         self.factory = EnvironmentSessionFactory(environments, rows=rows, **options)
         self._eval = None if eval_dataset is None else self.factory.on(_eval_rows(eval_dataset, name))
@@ -175,6 +179,7 @@ class AsyncGRPOTrainer(_EnvironmentTrainer):
         weight_transfer: Any = None,
         *,
         eval_dataset: Any = None,
+        rollout_func: RolloutFunc | None = None,
         demonstrations: Demonstrations | None = None,
     ) -> None:
         self._set_up(
@@ -188,6 +193,7 @@ class AsyncGRPOTrainer(_EnvironmentTrainer):
             callbacks,
             processing_class,
             demonstrations,
+            rollout_func,
             optimizers=optimizers,
             peft_config=peft_config,
             rollout_worker=rollout_worker,
@@ -214,7 +220,7 @@ class GRPOTrainer(_EnvironmentTrainer):
         quantization_config: Any = None,
         peft_config: Any = None,
         tools: Sequence[Callable[..., Any]] | None = None,
-        rollout_func: Any = None,
+        rollout_func: RolloutFunc | None = None,
         environment_factory: Environments = None,
         *,
         demonstrations: Demonstrations | None = None,
@@ -230,6 +236,7 @@ class GRPOTrainer(_EnvironmentTrainer):
             callbacks,
             processing_class,
             demonstrations,
+            rollout_func,
             reward_processing_classes=reward_processing_classes,
             optimizers=optimizers,
             quantization_config=quantization_config,

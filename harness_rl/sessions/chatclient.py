@@ -51,7 +51,7 @@ class ChatClient:
             status, answer, pause = await self._post(body)
             if status == 200:
                 choice = answer["choices"][0]
-                return Answer(choice["message"], str(choice["finish_reason"]))
+                return Answer(choice["message"], str(choice["finish_reason"]), str(answer["id"]).removeprefix("chatcmpl-"))
             error = answer.get("error") or {}
             words = f"{status} {error.get('message', '')}".strip()
             if error.get("code") == CONTEXT_FULL:

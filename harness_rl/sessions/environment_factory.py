@@ -7,6 +7,7 @@ names no environment, columns that `reset` does not take, no reward at all) is r
 from __future__ import annotations
 
 import copy
+import inspect
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -18,6 +19,8 @@ from harness_rl.sessions.capture import Capture, mint
 from harness_rl.sessions.environment_session import EnvironmentSession, EpisodeSpec
 from harness_rl.sessions.environments import EnvironmentFactory, EnvironmentKind, first_messages
 from harness_rl.sessions.rewardfuncs import RewardFunc, check_reserved, weighted_rewards
+from harness_rl.sessions.rollout_func_session import RolloutFuncSession, UsersLoop
+from harness_rl.sessions.toolschema import function_name
 
 Demonstrations = Callable[[dict[str, Any]], list[dict[str, Any]]]
 """Data set row -> the assistant turns that solve it: `[{"content": ..., "tool_calls": [{"name": ..., "arguments": {...}}]}, ...]`."""
@@ -46,7 +49,14 @@ class EnvironmentSessionFactory:
         reward_weights: Sequence[float] = (),
         demonstrations: Demonstrations | None = None,
         trainer_state: Any = None,
+        rollout_func: UsersLoop | None = None,
     ) -> None:
+        if rollout_func is not None:
+            if environments is not None or tools:
+                raise UserError("rollout_func: the loop is yours, and so are its environments and tools; leave the others out")
+            if not callable(rollout_func.function) or inspect.iscoroutinefunction(rollout_func.function):
+                raise UserError("rollout_func: give a plain function (prompts, trainer) -> dict; each rollout has a thread of its own")
+        self._loop = rollout_func
         self._routed = isinstance(environments, Mapping)
         self._demonstrations = demonstrations
         self._trainer_state = trainer_state
@@ -83,6 +93,8 @@ class EnvironmentSessionFactory:
 
     def identity(self) -> dict[str, Any]:
         """What a model sees of environments and tools."""
+        if self._loop is not None:
+            return {"harness": "rollout_func", "function": function_name(self._loop.function)}
         return {"harness": "environments", "environments": {name: [kind.label, kind.schemas] for name, kind in self.kinds.items()}}
 
     def demonstration(self, task: dict[str, Any]) -> list[dict[str, Any]]:
@@ -140,7 +152,10 @@ class EnvironmentSessionFactory:
             episode_s=rollout.agent_timeout_s,
             deadline_s=rollout.deadline_s,
         )
-        return EnvironmentSession(spec, Capture(created, services, services.config.sandbox.stop_timeout_s), services, about)
+        capture = Capture(created, services, services.config.sandbox.stop_timeout_s)
+        if self._loop is not None:
+            return RolloutFuncSession(spec, capture, services, about, self._loop)
+        return EnvironmentSession(spec, capture, services, about)
 
     def _columns(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """What `reset` gets: every column, less the one that only chooses the environment."""

@@ -136,25 +136,28 @@ class EnvironmentSession:
         await uninterrupted(join(self._closing))
 
     async def _run(self) -> None:
+        async with ChatClient(self.capture.created, self._services.model) as policy:
+            await self._converse(policy)
+        if self.instance.busy:
+            limit = self.spec.episode_s
+            raise RolloutFailure(Cause.WALL_CLOCK, f"a tool call did not return within {limit:g} s (rollout.agent_timeout_s)")
+        await self.capture.seal()
+        sample = await self._sample(self.fetch_training_trace())
+        with _timed(self._seconds, "env/reward_s"):
+            self._verdict = await self._score(sample)
+        self._whole = not self.instance.busy
+
+    async def _converse(self, policy: ChatClient) -> None:
+        """The episode's conversation, to its end or its time limit."""
         spec = self.spec
         with _timed(self._seconds, "env/reset_s"):
             prompt = await self._reset()
-        episode = self._episode = Episode(prompt)
-        async with ChatClient(self.capture.created, self._services.model) as policy:
-            try:
-                async with asyncio.timeout(spec.episode_s):
-                    await play(policy, episode, self._tools(), spec.kind.schemas, spec.max_calls)
-            except TimeoutError:
-                self._timed_out = True
-        if self.instance.busy:
-            raise RolloutFailure(Cause.WALL_CLOCK, f"a tool call did not return within {spec.episode_s:g} s (rollout.agent_timeout_s)")
-        await self.capture.seal()
-        trace = self.fetch_training_trace()
-        if not trace.turns:
-            raise RolloutFailure(Cause.NO_MODEL_CALL, f"no model call was captured ({_ended(episode, self._timed_out)})")
-        with _timed(self._seconds, "env/reward_s"):
-            self._verdict = await self._score(trace, episode)
-        self._whole = not self.instance.busy
+        self._episode = Episode(prompt)
+        try:
+            async with asyncio.timeout(spec.episode_s):
+                await play(policy, self._episode, self._tools(), spec.kind.schemas, spec.max_calls)
+        except TimeoutError:
+            self._timed_out = True
 
     @property
     def instance(self) -> Instance:
@@ -188,10 +191,14 @@ class EnvironmentSession:
 
         return {name: partial(run, name) for name in functions}
 
-    async def _score(self, trace: TrainingTrace, episode: Episode) -> VerifyResult | RolloutFailure:
-        spec = self.spec
+    async def _sample(self, trace: TrainingTrace) -> Sample:
+        """What reward functions see. Raises RolloutFailure for an episode without one model call."""
+        spec, episode = self.spec, self._episode
+        assert episode is not None, "set by _converse"
+        if not trace.turns:
+            raise RolloutFailure(Cause.NO_MODEL_CALL, f"no model call was captured ({_ended(episode, self._timed_out)})")
         text = isinstance(spec.row.get("prompt"), str)
-        sample = Sample(
+        return Sample(
             prompt=_text(episode.prompt[-1:]) if text else episode.prompt,
             completion=_text(episode.completion) if text else [parsed(message) for message in episode.completion],
             completion_ids=completion_ids(trace),
@@ -200,8 +207,10 @@ class EnvironmentSession:
             kind=spec.kind,
             trainer_state=spec.trainer_state,
         )
+
+    async def _score(self, sample: Sample) -> VerifyResult | RolloutFailure:
         try:
-            self._scored = await score_sample(spec.rewards, sample)
+            self._scored = await score_sample(self.spec.rewards, sample)
         except RolloutFailure as failure:
             if failure.cause is Cause.ENVIRONMENT_LOST:
                 raise

@@ -28,6 +28,8 @@ MAX_RESULT_CHARS = 4 << 20
 class Answer:
     message: Message
     finish_reason: str
+    node_id: str = ""
+    """Of the turn in the capture session's trace."""
 
 
 class Policy(Protocol):

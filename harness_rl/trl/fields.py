@@ -363,7 +363,10 @@ ARGUMENTS = _table(
     _honoured("kept for your functions; the engine renders with the model's own: another chat template is refused", processing_class=None),
     _honoured("on_train_begin, on_step_end, on_log, on_save, on_train_end; control.should_training_stop ends the run", callbacks=None),
     _honoured("sync or async functions with type hints and a Google-style docstring", tools=None),
-    _honoured("called for each rollout with one prompt; see trust_rollout_func", rollout_func=None),
+    _honoured(
+        "called for each rollout with one prompt and trainer.generate; ids that the proxy did not capture are not trained",
+        rollout_func=None,
+    ),
     _honoured("a class, a callable without arguments, or a mapping of names to them", environment_factory=None),
     _refused("leave it out: the learner builds AdamW from the config", optimizers=(None, None)),
     _refused("reward models are not loaded here: serve it and call it from a reward function", reward_processing_classes=None),
