@@ -15,7 +15,16 @@ from typing import Any, ClassVar
 from harness_rl.config import RunConfig
 from harness_rl.errors import UserError
 from harness_rl.models import resolve_model
-from harness_rl.orchestrator.main import Inputs, Outcome, free_name, resolve_inputs, resumed_config, run_until_signal, train
+from harness_rl.orchestrator.main import (
+    Inputs,
+    Outcome,
+    evaluate_only,
+    free_name,
+    resolve_inputs,
+    resumed_config,
+    run_until_signal,
+    train,
+)
 from harness_rl.orchestrator.rewards import RewardFunction
 from harness_rl.sessions.base import SessionFactory
 from harness_rl.sessions.environment_factory import Demonstrations, EnvironmentSessionFactory
@@ -31,6 +40,8 @@ from harness_rl.trl.tokenizer import check_template, load_tokenizer
 
 Environments = EnvironmentFactory | Mapping[str, EnvironmentFactory] | None
 Resume = bool | str | Path | None
+EPISODE_S = 1800.0
+"""Wall clock of a conversation in an environment, where none is given: TRL knows no such limit, here every wait has one."""
 _NOT_THE_MODEL = ("optimizer*", "rng*", "COMPLETE", "trainer*")
 """Of a checkpoint: what only a resumed run needs."""
 
@@ -105,6 +116,10 @@ class _EnvironmentTrainer:
         rows = _rows(train_dataset, self.args, isinstance(environments, Mapping) or environments is None, name)
         self.config = shorten(_with_model(self.args.for_rows(None if train_dataset is None else len(rows)), self.model))
         self.config.sandbox.kind = "none"
+        given = self.args.sections.get("rollout", {})
+        for key, seconds in (("agent_timeout_s", EPISODE_S), ("deadline_s", 1.2 * EPISODE_S)):
+            if key not in given:
+                setattr(self.config.rollout, key, seconds)
         self.state = TrainerState(max_steps=self.config.run.steps, num_train_epochs=self.args.num_train_epochs)
         options: dict[str, Any] = {
             "tools": tuple(tools or ()),
@@ -141,6 +156,29 @@ class _EnvironmentTrainer:
         outcome = _run(self.config, inputs, resume_from_checkpoint or self.args.resume_from_checkpoint)
         self._trained = None if outcome.result is None else outcome.result.checkpoint
         return outcome
+
+    def evaluate(self, eval_dataset: Any = None) -> dict[str, float]:
+        """`eval.samples` episodes of every row, with the trained model (before `train()`, the given one), in a run folder of its own.
+
+        Returns the mean reward as `eval_reward`, its 95 % interval as `eval_reward_low` and `_high` (for rewards from 0 to 1), and how many
+        episodes had none as `eval_unscored`. Raises UserError without a data set.
+        """
+        name = type(self).__name__
+        factory = self._eval if eval_dataset is None else self.factory.on(_eval_rows(eval_dataset, name))
+        if factory is None:
+            raise UserError(f"{name}: evaluate() needs an eval_dataset")
+        config = _with_model(self.config, str(self._trained or self.model))
+        config = config.model_copy(update={"run": config.run.model_copy(update={"name": f"{config.run.name}-eval"})})
+        config.run.name = free_name(config)
+        inputs = resolve_inputs(config, factory=self.factory, eval_factory=factory)
+        found = run_until_signal(lambda: evaluate_only(config, inputs), config.run.stop_grace_s).evaluation
+        assert found is not None, "evaluate_only made it"
+        return {
+            "eval_reward": found.reward,
+            "eval_reward_low": found.low,
+            "eval_reward_high": found.high,
+            "eval_unscored": float(found.unscored),
+        }
 
     _trained: Path | None = None
 

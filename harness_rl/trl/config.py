@@ -276,6 +276,8 @@ class AsyncGRPOConfig(FlatConfig):
 
     def _honoured(self, rows: int | None) -> Sections:
         sections = super()._honoured(rows)
+        if "shuffle_dataset" not in self.arguments:
+            sections["rollout"]["shuffle_tasks"] = False  # TRL's asynchronous trainer takes rows in order
         if self.token_budget is not None:
             if self.token_budget <= 0:
                 raise ValueError("token_budget: micro-batches are filled by tokens; give a number above 0, or leave it out")

@@ -186,6 +186,28 @@ async def test_rule_4_tools_may_be_sync_or_async_and_their_results_are_text(benc
     assert session.outcome().tool_calls_by_name == {"add": 1, "wait": 1}
 
 
+async def test_rule_4_a_list_of_content_blocks_is_passed_through_and_anything_else_is_text(bench: Bench):
+    class Shows(Counter):
+        def blocks(self) -> list:
+            """Show blocks."""
+            return [{"type": "text", "text": "a board"}]
+
+        def plain(self) -> list:
+            """Show a list."""
+            return [1, "two"]
+
+        def odd(self) -> str:
+            """Show what no wire can carry."""
+            return "half \ud800 pair"
+
+    for name in ("blocks", "plain", "odd"):
+        bench.engine.say(call(name))
+    session = await bench.play(bench.factory(Shows))
+    results = [message["content"] for message in session.outcome().completion if message["role"] == "tool"]
+    assert results == [[{"type": "text", "text": "a board"}], "[1, 'two']", "half ? pair"]
+    assert "a board" in bench.prompts()[1]
+
+
 @pytest.mark.parametrize(
     ("said", "error"),
     [

@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -91,6 +92,9 @@ def test_a_script_of_trls_needs_other_imports_only():
 def test_the_asynchronous_trainer_takes_the_same_script():
     trainer = AsyncGRPOTrainer("smollm2-135m", reward, AsyncGRPOConfig(max_steps=5), ROWS, environment_factory=MyEnv)
     assert (trainer.config.run.steps, trainer.config.rollout.max_staleness, trainer.config.run.name) == (5, 4, "AsyncGRPOConfig")
+    assert (trainer.config.rollout.agent_timeout_s, trainer.config.rollout.deadline_s) == (1800.0, 2160.0)
+    args = AsyncGRPOConfig(max_steps=5, rollout={"agent_timeout_s": 5.0})
+    assert AsyncGRPOTrainer("m", reward, args, ROWS, environment_factory=MyEnv).config.rollout.agent_timeout_s == 5.0
 
 
 def test_without_a_config_the_run_is_named_after_the_model():
@@ -220,6 +224,23 @@ def test_save_model_needs_a_trained_one_and_leaves_out_what_only_a_resumed_run_n
     assert trainer.save_model() == folder
     out = trainer.save_model(tmp_path / "out")
     assert sorted(file.name for file in out.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_evaluate_needs_rows_and_leaves_the_training_run_alone(monkeypatch):
+    seen: list[Any] = []
+
+    async def evaluated(config: Any, inputs: Any) -> Any:
+        seen.append((config.run.name, len(inputs.eval_rows)))
+        return SimpleNamespace(evaluation=SimpleNamespace(reward=0.5, low=0.4, high=0.6, unscored=1))
+
+    monkeypatch.setattr("harness_rl.trainer.evaluate_only", evaluated)
+    monkeypatch.setattr("harness_rl.orchestrator.main.resolve_model", lambda name: f"/models/{name}")
+    trainer = GRPOTrainer("m", reward, GRPOConfig(output_dir="runs/a", max_steps=1), ROWS, environment_factory=MyEnv)
+    with pytest.raises(UserError, match=r"evaluate\(\) needs an eval_dataset"):
+        trainer.evaluate()
+    found = trainer.evaluate(ROWS[:3])
+    assert found == {"eval_reward": 0.5, "eval_reward_low": 0.4, "eval_reward_high": 0.6, "eval_unscored": 1.0}
+    assert (seen, trainer.config.run.name) == ([("a-eval", 3)], "a")
 
 
 class Recorder:
