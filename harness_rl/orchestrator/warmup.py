@@ -185,11 +185,11 @@ async def _train(
             while (message := await learner.next(timeout)).type != "result":
                 continue
             state.say(f"warm-up: {step * section.batch} demonstrations, loss {message['metrics'].get('loss', float('nan')):.3f}")
-            if step * section.batch < section.check_from or step % section.check_every:
+            changed = message["metrics"].get("updates", 1) > 0
+            if step * section.batch < section.check_from or step % section.check_every or not changed:
                 continue
-            assert learner.last_checkpoint is not None, "one is written before each result that is measured"
             success = await _measure(config, runner, rows, state, step)
-            ended = target.see(Check(success, step * section.batch, Path(learner.last_checkpoint["path"])))
+            ended = target.see(Check(success, step * section.batch, await _checkpoint(learner, step, timeout)))
             if ended is not None:
                 coming.cancel()
                 if ended.success > section.target_high:
@@ -201,6 +201,13 @@ async def _train(
         f"warm-up: success stayed below {section.target_low} after {steps * section.batch} demonstrations; "
         "raise warmup.demonstrations or warmup.learning_rate"
     )
+
+
+async def _checkpoint(learner: LearnerProcess, step: int, timeout: float) -> Path:
+    """The folder of the weights that were measured; the learner writes it after the step's result, while we measure, or longer."""
+    while learner.last_checkpoint is None or learner.last_checkpoint["step"] < step:
+        await learner.next(timeout)
+    return Path(learner.last_checkpoint["path"])
 
 
 async def _measure(config: RunConfig, runner: RolloutRunner, rows: list[dict[str, Any]], state: RunState, step: int) -> float:
