@@ -77,6 +77,11 @@ class Bench:
             await session.close()
         return session
 
+    def offered(self) -> list[list[str]]:
+        """The names of the tools that came with each conversation of a test (they begin with "Play")."""
+        bodies = [body for body in self.engine.bodies("/render") if "Play" in str(body["messages"][0]["content"])]
+        return [[tool["function"]["name"] for tool in body.get("tools") or []] for body in bodies]
+
     def prompts(self) -> list[str]:
         """What the engine was shown, call by call."""
         sent = (body["token_ids"] for body in self.engine.bodies("/generate"))

@@ -164,8 +164,7 @@ async def test_rule_3_public_methods_are_tools_and_nothing_else_is(bench: Bench)
             return "own"
 
     await bench.play(bench.factory(Child))
-    offered = [[tool["function"]["name"] for tool in body["tools"]] for body in bench.engine.bodies("/render") if body.get("tools")]
-    assert offered[0] == ["add", "own", "wait"]
+    assert bench.offered()[0] == ["add", "own", "wait"]
 
 
 def test_rule_3_a_method_that_cannot_be_shown_is_named_with_the_fix():

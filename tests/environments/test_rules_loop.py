@@ -160,13 +160,16 @@ async def test_the_wall_clock_ends_the_conversation_and_keeps_what_there_was(ben
             await asyncio.sleep(30)
             return "waited"
 
-    bench.configure(agent_timeout_s=0.6)
+    factory = bench.factory(Slow)
+    await bench.play(factory)  # the proxy looks at the template before the first call
+    bench.configure(agent_timeout_s=3.0)
+    factory.bind(bench.services())
     bench.engine.say(call("say", text="a"))
     if where == "model":
         bench.engine.say("late", delay_s=30.0)
     else:
         bench.engine.say(call("wait"))
-    session = await bench.play(bench.factory(Slow))
+    session = await bench.play(factory)
     outcome = session.outcome()
     assert (outcome.timed_out, outcome.stop_reason, session.verify().env_reward) == (True, "agent_timeout", 1.0)
     assert roles(outcome.completion)[:3] == ["user", "assistant", "tool"]
@@ -184,18 +187,24 @@ async def test_a_synchronous_tool_that_hangs_costs_its_rollout_and_its_environme
 
         def hang(self) -> str:
             """Hang."""
-            time.sleep(1.5)
+            released.wait(60)
             return ""
 
-    bench.configure(agent_timeout_s=0.3)
-    bench.engine.say(call("hang"))
+    released = threading.Event()
     factory = bench.factory(Stuck)
-    with pytest.raises(RolloutFailure, match=r"a tool call did not return within 0\.3 s") as caught:
+    await bench.play(factory)  # the proxy looks at the template before the first call
+    bench.configure(agent_timeout_s=2.0)
+    factory.bind(bench.services())
+    bench.engine.say(call("hang"))
+    with pytest.raises(RolloutFailure, match=r"a tool call did not return within 2 s") as caught:
         await bench.play(factory)
     assert caught.value.cause is Cause.WALL_CLOCK
+    bench.configure()
+    factory.bind(bench.services())
     bench.engine.say(call("say", text="a"))
     assert (await bench.play(factory)).verify().env_reward == 1.0
     assert Stuck.made == 2
+    released.set()
 
 
 async def test_the_deadline_bounds_reset_and_rewards(bench: Bench):
