@@ -69,4 +69,5 @@ if __name__ == "__main__":
     outcome = trainer.train()
     assert outcome.result is not None and trainer.state.global_step == int(steps)
     print(f"saved: {trainer.save_model(folder + '-model')}")
-    print(f"evaluated: {trainer.evaluate([{'prompt': 'Write something.', 'topic': 'snow'}])['eval_unscored']}")
+    held_out = [{"prompt": [{"role": "user", "content": "Write something."}], "topic": "snow"}]
+    print(f"evaluated: {trainer.evaluate(held_out)['eval_unscored']}")
