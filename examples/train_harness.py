@@ -23,7 +23,18 @@ if __name__ == "__main__":
     trainer = HarnessAsyncGRPOTrainer(
         model="smollm2-135m",
         harness_session_factory=factory,
-        args=AsyncGRPOConfig(output_dir="runs/python", num_generations=8, max_steps=14, learning_rate=2e-5, warmup={"enabled": True}),
+        args=AsyncGRPOConfig(
+            output_dir="runs/python",
+            num_generations=8,
+            per_device_train_batch_size=24,  # three groups a step
+            max_steps=14,
+            learning_rate=2e-5,
+            max_completion_length=1024,
+            max_tool_calling_iterations=7,
+            max_staleness=2,
+            rollout={"max_output_tokens_per_call": 128},
+            warmup={"enabled": True},
+        ),
         rollout_reward_fn=reward,
     )
     trainer.train()

@@ -7,12 +7,25 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from harness_rl.sessions.base import HarnessRolloutOutcome, VerifyResult
     from harness_rl.sessions.harbor import HarborSessionFactory
-    from harness_rl.trainer import AsyncGRPOConfig, HarnessAsyncGRPOTrainer
+    from harness_rl.trainer import AsyncGRPOTrainer, GRPOTrainer, HarnessAsyncGRPOTrainer
+    from harness_rl.trl.config import AsyncGRPOConfig, GRPOConfig
 
-__all__ = ["AsyncGRPOConfig", "HarborSessionFactory", "HarnessAsyncGRPOTrainer", "HarnessRolloutOutcome", "VerifyResult"]
+__all__ = [
+    "AsyncGRPOConfig",
+    "AsyncGRPOTrainer",
+    "GRPOConfig",
+    "GRPOTrainer",
+    "HarborSessionFactory",
+    "HarnessAsyncGRPOTrainer",
+    "HarnessRolloutOutcome",
+    "VerifyResult",
+]
 
 _HOMES = {
-    "AsyncGRPOConfig": "harness_rl.trainer",
+    "AsyncGRPOConfig": "harness_rl.trl.config",
+    "AsyncGRPOTrainer": "harness_rl.trainer",
+    "GRPOConfig": "harness_rl.trl.config",
+    "GRPOTrainer": "harness_rl.trainer",
     "HarborSessionFactory": "harness_rl.sessions.harbor",
     "HarnessAsyncGRPOTrainer": "harness_rl.trainer",
     "HarnessRolloutOutcome": "harness_rl.sessions.base",

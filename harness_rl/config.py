@@ -14,6 +14,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from harness_rl.errors import UserError
+from harness_rl.learner.corrections import parse_corrections
+from harness_rl.learner.recipes import RECIPES, check_objective
 
 
 class Section(BaseModel):
@@ -91,7 +93,8 @@ class HarnessSection(Section):
 
 
 class SandboxSection(Section):
-    kind: Literal["local"] = "local"
+    kind: Literal["local", "none"] = "local"
+    """`none`: white-box environments need no sandbox."""
     memory_mb: int = Field(1024, ge=64)
     cpus: float = Field(1.0, gt=0)
     pids: int = Field(256, ge=16)
@@ -109,7 +112,11 @@ class RolloutSection(Section):
     temperature: float = Field(1.0, gt=0)
     max_output_tokens_per_call: int = Field(128, ge=1)
     max_conversation_tokens: int = Field(1024, ge=1)
-    max_calls: int = Field(8, ge=1)
+    """Everything after a rollout's first prompt, tool results included."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """For the model's chat template, as `enable_thinking = false`."""
+    max_calls: int = Field(8, ge=0)
+    """Answers of the model in one rollout; 0 = no such limit."""
     deadline_s: float = Field(300.0, gt=0)
     """Wall clock of a whole rollout: sandbox, agent, verifier."""
     agent_timeout_s: float = Field(180.0, gt=0)
@@ -118,12 +125,17 @@ class RolloutSection(Section):
     seal_grace_s: float = Field(5.0, ge=0)
     max_group_replacements: float = Field(1.0, ge=0)
     """Zero-variance groups are replaced up to this multiple of `groups_per_step`; then the step is short."""
+    advantage_baseline: Literal["mean", "leave_one_out"] = "mean"
+    """Of a rollout: the mean reward of its group, or of the group's others (RLOO)."""
     normalise_advantage: Literal["std", "none"] = "std"
+    """Divide by the group's standard deviation, or by nothing."""
     balance_groups: bool = False
     """Train as many rollouts above their group's mean as below it, the best and the worst; the others get advantage 0."""
     shuffle_advantages: bool = False
     """A control: advantages are shuffled inside each group, so that nothing can be learned."""
     shuffle_tasks: bool = True
+    trust_rollout_func: bool = False
+    """Train what a `rollout_func` returns although the proxy did not capture it (counted as `rollout_func/trusted`)."""
 
 
 class LearnerSection(Section):
@@ -132,6 +144,8 @@ class LearnerSection(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     learning_rate: float = Field(1e-5, ge=0)
     warmup_steps: int = Field(0, ge=0)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Of the learning rate after its warm-up: constant, or down to 0 at the last step."""
     adam_beta1: float = 0.9
     adam_beta2: float = 0.95
     adam_epsilon: float = Field(1e-8, gt=0)
@@ -139,16 +153,31 @@ class LearnerSection(Section):
     """Multiply the learning rate by the share of the gradient on which successive batches agree (arXiv 1812.06162): noise moves nothing."""
     weight_decay: float = Field(0.0, ge=0)
     max_grad_norm: float = Field(1.0, gt=0)
+    objective: str = "grpo"
+    """grpo, dapo, dr_grpo, cispo, gspo, dppo_tv, dppo_kl, or your own as `module:name` or `file.py:name`. A name sets what is left out
+    below to the numbers of its paper (learner/recipes.py)."""
     epsilon_low: float = Field(0.2, gt=0)
     epsilon_high: float = Field(0.28, gt=0)
-    truncation: float = Field(2.0, gt=0)
-    """C in min(pi_old/mu, C)."""
+    ratio_max: float = Field(0.0, ge=0)
+    """Upper bound of the ratio where the advantage is negative (dual clip; TRL's `delta`); 0 = none."""
     ratio: Literal["proximal", "behaviour"] = "proximal"
-    """`proximal`: pi/pi_old, corrected by the truncated pi_old/mu; `behaviour`: TRL's pi/mu."""
+    """`proximal`: pi/pi_old, the engine's difference corrected apart; `behaviour`: pi/mu for both, as in TRL's asynchronous trainer."""
+    corrections: list[str] | None = None
+    """Factors on a token's loss from pi_old/mu: `token_truncate`, `token_mask:0.5:5`, `geometric_reject` ... (learner/corrections.py).
+    None: `token_truncate` with the proximal ratio, none with the other. [] switches them off."""
+    truncation: float = Field(2.0, gt=0)
+    """C in min(pi_old/mu, C), for a `truncate` that names no other."""
+    kl_beta: float = Field(0.0, ge=0)
+    """Weight of the KL divergence to the reference policy; 0 = none, and no second model in memory."""
+    reference_model: str | None = None
+    """A folder in Hugging Face format or a hub id; None = the model that the run starts from."""
     minibatches: int = Field(1, ge=1)
     """Optimizer steps per batch."""
     micro_batch_tokens: int = Field(2048, ge=64)
-    loss_normalisation: Literal["token", "rollout"] = "token"
+    loss_normalisation: Literal["token", "rollout", "constant"] = "token"
+    """Over the optimizer step: each token alike, each rollout alike, or each token 1 / (rollouts * loss_constant)."""
+    loss_constant: float | None = Field(None, gt=0)
+    """Tokens; None = rollout.max_conversation_tokens."""
     gradient_checkpointing: bool = False
     threads: int = Field(0, ge=0)
     audit: bool = False
@@ -184,6 +213,8 @@ class TasksSection(Section):
 class RewardSection(Section):
     function: str | None = None
     """`module:function` or `file.py:function`: outcome -> float | None."""
+    weights: list[float] = []
+    """Of `reward_funcs`, in their order; none: 1 each."""
     key: str = "reward"
     """Which of the verifier's numbers is the reward."""
     tampered: Literal["zero", "keep"] = "zero"
@@ -235,8 +266,28 @@ class RunConfig(Section):
     eval: EvalSection = EvalSection()
     warmup: WarmupSection = WarmupSection()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _recipe(cls, data: Any) -> Any:
+        """What the objective's paper sets, where the user does not."""
+        learner = data.get("learner") if isinstance(data, dict) else None
+        objective = learner.get("objective") if isinstance(learner, dict) else getattr(learner, "objective", None)
+        data = dict(data) if isinstance(data, dict) else data
+        for name, settings in RECIPES.get(str(objective), {}).items():
+            given = data.get(name) or {}
+            if isinstance(given, Section):
+                given = {key: getattr(given, key) for key in given.model_fields_set}
+            if isinstance(given, dict):  # else pydantic says what is wrong with it
+                data[name] = settings | given
+        return data
+
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
+        check_objective(self.learner.objective)
+        if self.learner.corrections is not None:
+            parse_corrections(self.learner.corrections, self.learner.truncation, self.learner.ratio)
+        if self.rollout.balance_groups and self.rollout.advantage_baseline != "mean":
+            raise ValueError("rollout.balance_groups takes the mean as its baseline; leave advantage_baseline out")
         if self.warmup.target_low >= self.warmup.target_high:
             raise ValueError("warmup.target_low must be below warmup.target_high")
         return self
@@ -296,6 +347,8 @@ def _toml_value(value: Any) -> str:
         return repr(value)
     if isinstance(value, list):
         return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_toml_value(str(key))} = {_toml_value(item)}" for key, item in value.items()) + "}"
     text = str(value).replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     return f'"{text}"'
 

@@ -66,6 +66,10 @@ class Cause(StrEnum):
     """The sandbox did not come up."""
     SANDBOX_LOST = "sandbox_lost"
     """The sandbox died or could not be reached while the rollout was going."""
+    ENVIRONMENT = "environment"
+    """A white-box environment could not be made or reset, or gave something to show that a model cannot be shown."""
+    ENVIRONMENT_LOST = "environment_lost"
+    """The environment's session was lost in the middle of the episode; what it would say now is about another one."""
     AGENT_SETUP = "agent_setup"
     """The agent's layer was not usable in the sandbox."""
     AGENT_CRASH = "agent_crash"
@@ -104,6 +108,8 @@ class Cause(StrEnum):
 _FAULTS = {
     Cause.SANDBOX_START: Fault.PROVIDER,
     Cause.SANDBOX_LOST: Fault.PROVIDER,
+    Cause.ENVIRONMENT: Fault.TASK,
+    Cause.ENVIRONMENT_LOST: Fault.PROVIDER,
     Cause.AGENT_SETUP: Fault.HARNESS,
     Cause.AGENT_CRASH: Fault.HARNESS,
     Cause.NO_MODEL_CALL: Fault.HARNESS,
@@ -122,6 +128,8 @@ _RETRYABLE = frozenset(
     {
         Cause.SANDBOX_START,
         Cause.SANDBOX_LOST,
+        Cause.ENVIRONMENT,
+        Cause.ENVIRONMENT_LOST,
         Cause.AGENT_SETUP,
         Cause.AGENT_CRASH,
         Cause.NO_MODEL_CALL,

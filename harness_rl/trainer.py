@@ -1,75 +1,49 @@
-"""The Python API: TRL's names over the one run config. Thin: everything is done by `orchestrator`.
+"""The trainers under TRL's names. Thin: everything is done by `orchestrator`; what a script says is checked here, before anything starts.
 
-`AsyncGRPOConfig` is a flat, TRL-named view of `RunConfig`. What has no TRL name is given by section (`engine=`, `learner=`, ...),
-with the names of the TOML file.
+`HarnessAsyncGRPOTrainer` trains inside an unmodified agent, `AsyncGRPOTrainer` and `GRPOTrainer` in environments and with tools whose loop
+is ours. All three end in one RunConfig and one run.
 """
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Iterable
+import itertools
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from harness_rl.config import RunConfig, resolve_config
+from harness_rl.config import RunConfig
 from harness_rl.errors import UserError
-from harness_rl.orchestrator.main import Outcome, free_name, resolve_inputs, resumed_config, run_until_signal, train
+from harness_rl.models import resolve_model
+from harness_rl.orchestrator.main import (
+    Inputs,
+    Outcome,
+    evaluate_only,
+    free_name,
+    resolve_inputs,
+    resumed_config,
+    run_until_signal,
+    train,
+)
 from harness_rl.orchestrator.rewards import RewardFunction
 from harness_rl.sessions.base import SessionFactory
+from harness_rl.sessions.environment_factory import Demonstrations, EnvironmentSessionFactory
+from harness_rl.sessions.environments import EnvironmentFactory
+from harness_rl.sessions.rewardfuncs import RewardFunc
+from harness_rl.sessions.rollout_func import RolloutFunc
+from harness_rl.sessions.rollout_func_session import UsersLoop
 from harness_rl.shortform import shorten
+from harness_rl.trl.callbacks import Callbacks, TrainerState, checked_callbacks
+from harness_rl.trl.config import AsyncGRPOConfig, FlatConfig, GRPOConfig
+from harness_rl.trl.fields import ARGUMENTS
+from harness_rl.trl.tokenizer import check_template, load_tokenizer
 
-TRL_NAMES = {
-    "max_steps": "run.steps",
-    "seed": "run.seed",
-    "num_generations": "rollout.num_generations",
-    "max_completion_length": "rollout.max_conversation_tokens",
-    "max_tool_calling_iterations": "rollout.max_calls",
-    "temperature": "rollout.temperature",
-    "max_staleness": "rollout.max_staleness",
-    "max_concurrent_rollouts": "rollout.max_concurrent_rollouts",
-    "learning_rate": "learner.learning_rate",
-    "warmup_steps": "learner.warmup_steps",
-    "adam_beta1": "learner.adam_beta1",
-    "adam_beta2": "learner.adam_beta2",
-    "adam_epsilon": "learner.adam_epsilon",
-    "weight_decay": "learner.weight_decay",
-    "max_grad_norm": "learner.max_grad_norm",
-    "epsilon": "learner.epsilon_low",
-    "epsilon_high": "learner.epsilon_high",
-    "gradient_checkpointing": "learner.gradient_checkpointing",
-    "token_budget": "learner.micro_batch_tokens",
-    "vllm_server_base_url": "engine.url",
-    "vllm_server_timeout": "engine.start_timeout_s",
-    "weight_sync_timeout": "sync.timeout_s",
-    "save_steps": "checkpoint.every",
-    "save_total_limit": "checkpoint.keep",
-}
-"""TRL field -> `section.key`. `output_dir` is the run folder."""
-
-
-class AsyncGRPOConfig:
-    """TRL-named arguments and whole sections, resolved into `.config` (a RunConfig).
-
-        AsyncGRPOConfig(output_dir="runs/first", num_generations=8, max_steps=20, learning_rate=1e-5, engine={"max_model_len": 4096})
-
-    Raises UserError for an unknown name (with the nearest valid one) or a value that does not fit.
-    """
-
-    def __init__(self, output_dir: str | Path = "runs/run", **arguments: Any) -> None:
-        folder = Path(output_dir)
-        data: dict[str, Any] = {"run": {"dir": str(folder.parent), "name": folder.name}}
-        for name, value in arguments.items():
-            if name in TRL_NAMES:
-                section, key = TRL_NAMES[name].split(".")
-                data.setdefault(section, {})[key] = value
-            elif name in RunConfig.model_fields and isinstance(value, dict):
-                data.setdefault(name, {}).update(value)
-            else:
-                near = difflib.get_close_matches(name, [*TRL_NAMES, *RunConfig.model_fields], n=1)
-                raise UserError(f"AsyncGRPOConfig: unknown argument {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
-        if "epsilon" in arguments and "epsilon_high" not in arguments:
-            data["learner"]["epsilon_high"] = arguments["epsilon"]
-        self.config = resolve_config(data, [], "AsyncGRPOConfig")
+Environments = EnvironmentFactory | Mapping[str, EnvironmentFactory] | None
+Resume = bool | str | Path | None
+EPISODE_S = 1800.0
+"""Wall clock of a conversation in an environment, where none is given: TRL knows no such limit, here every wait has one."""
+_NOT_THE_MODEL = ("optimizer*", "rng*", "COMPLETE", "trainer*")
+"""Of a checkpoint: what only a resumed run needs."""
 
 
 class HarnessAsyncGRPOTrainer:
@@ -88,21 +62,258 @@ class HarnessAsyncGRPOTrainer:
         train_dataset: Iterable[dict[str, Any]] | None = None,
         rollout_reward_fn: RewardFunction | None = None,
     ) -> None:
-        config = (args or AsyncGRPOConfig()).config
-        self.config = shorten(config.model_copy(update={"model": config.model.model_copy(update={"name": model})}))
+        self.args = args or AsyncGRPOConfig()
         self._factory = harness_session_factory
         self._rows = None if train_dataset is None else [dict(row) for row in train_dataset]
         self._reward = rollout_reward_fn
+        config = self.args.for_rows(None if self._rows is None else len(self._rows))
+        self.config = shorten(_with_model(config, model))
 
-    def train(self, resume_from_checkpoint: bool | str | Path = False) -> Outcome:
+    def train(self, resume_from_checkpoint: Resume = None) -> Outcome:
         """Run to the last step. With `resume_from_checkpoint`, go on in a run folder (True: the config's own) from its newest checkpoint.
 
         Raises HarnessRLError with the cause when the run cannot go on; KeyboardInterrupt after a signal.
         """
         inputs = resolve_inputs(self.config, factory=self._factory(), rows=self._rows, reward_function=self._reward)
-        config = self.config.model_copy(update={"run": self.config.run.model_copy()})
-        if resume_from_checkpoint:
-            config = resumed_config(config.run_dir if resume_from_checkpoint is True else Path(resume_from_checkpoint), config)
-        else:
-            config.run.name = free_name(config)
-        return run_until_signal(lambda: train(config, inputs, resume=bool(resume_from_checkpoint)), config.run.stop_grace_s)
+        return _run(self.config, inputs, resume_from_checkpoint)
+
+
+class _EnvironmentTrainer:
+    """What both white-box trainers do. A script reads `args`, `state`, `processing_class`, `train_dataset`."""
+
+    CONFIG: ClassVar[type[FlatConfig]]
+
+    def _set_up(
+        self,
+        model: Any,
+        args: FlatConfig | None,
+        rewards: RewardFunc | Sequence[RewardFunc] | None,
+        train_dataset: Iterable[dict[str, Any]] | None,
+        eval_dataset: Any,
+        environments: Environments,
+        tools: Sequence[Callable[..., Any]] | None,
+        callbacks: Iterable[Any] | None,
+        processing_class: Any,
+        demonstrations: Demonstrations | None,
+        rollout_func: RolloutFunc | None,
+        **refused: Any,
+    ) -> None:
+        name = type(self).__name__
+        for argument, value in refused.items():
+            if ARGUMENTS[argument].asks(value):
+                raise UserError(f"{name}: {argument} is not supported: {ARGUMENTS[argument].text}")
+        if not isinstance(model, str | Path):
+            raise UserError(
+                f"{name}: model is a {type(model).__name__}: save it and its tokenizer with save_pretrained, and give the folder"
+            )
+        if args is not None and not isinstance(args, self.CONFIG):
+            raise UserError(f"{name}: args is a {type(args).__name__}; import {self.CONFIG.__name__} from harness_rl")
+        self.model = str(model)
+        self.args = args or self.CONFIG(output_dir=f"runs/{Path(self.model).name}-GRPO")
+        self.train_dataset = train_dataset
+        self._given_processing_class = processing_class
+        self._processing_class = processing_class
+        rows = _rows(train_dataset, self.args, isinstance(environments, Mapping) or environments is None, name)
+        self.config = shorten(_with_model(self.args.for_rows(None if train_dataset is None else len(rows)), self.model))
+        self.config.sandbox.kind = "none"
+        given = self.args.sections.get("rollout", {})
+        for key, seconds in (("agent_timeout_s", EPISODE_S), ("deadline_s", 1.2 * EPISODE_S)):
+            if key not in given:
+                setattr(self.config.rollout, key, seconds)
+        self.state = TrainerState(max_steps=self.config.run.steps, num_train_epochs=self.args.num_train_epochs)
+        options: dict[str, Any] = {
+            "tools": tuple(tools or ()),
+            "reward_funcs": rewards,
+            "reward_weights": self.config.reward.weights,
+            "demonstrations": demonstrations,
+            "trainer_state": self.state,
+            "rollout_func": None if rollout_func is None else UsersLoop(rollout_func, self, self.config.rollout.trust_rollout_func),
+        }
+        self.factory = EnvironmentSessionFactory(environments, rows=rows, **options)
+        self._eval = None if eval_dataset is None else self.factory.on(_eval_rows(eval_dataset, name))
+        self._observer = Callbacks(
+            self.args,
+            self.state,
+            checked_callbacks(callbacks),
+            steps_per_epoch=max(1.0, len(rows) / self.config.rollout.groups_per_step),
+            extra={"model": None, "processing_class": processing_class},
+        )
+
+    @property
+    def processing_class(self) -> Any:
+        """The script's, or the model's tokenizer, loaded when it is asked for. Raises UserError."""
+        if self._processing_class is None:
+            self._processing_class = load_tokenizer(Path(resolve_model(self.model)))
+        return self._processing_class
+
+    def train(self, resume_from_checkpoint: Resume = None) -> Outcome:
+        """Run to the last step. With `resume_from_checkpoint`, go on in a run folder (True: the config's own) from its newest checkpoint.
+
+        Raises HarnessRLError with the cause when the run cannot go on; KeyboardInterrupt after a signal.
+        """
+        inputs = resolve_inputs(self.config, factory=self.factory, eval_factory=self._eval, observer=self._observer)
+        check_template(self._given_processing_class, inputs.model_path)
+        outcome = _run(self.config, inputs, resume_from_checkpoint or self.args.resume_from_checkpoint)
+        self._trained = None if outcome.result is None else outcome.result.checkpoint
+        return outcome
+
+    def evaluate(self, eval_dataset: Any = None) -> dict[str, float]:
+        """`eval.samples` episodes of every row, with the trained model (before `train()`, the given one), in a run folder of its own.
+
+        Returns the mean reward as `eval_reward`, its 95 % interval as `eval_reward_low` and `_high` (for rewards from 0 to 1), and how many
+        episodes had none as `eval_unscored`. Raises UserError without a data set.
+        """
+        name = type(self).__name__
+        factory = self._eval if eval_dataset is None else self.factory.on(_eval_rows(eval_dataset, name))
+        if factory is None:
+            raise UserError(f"{name}: evaluate() needs an eval_dataset")
+        config = _with_model(self.config, str(self._trained or self.model))
+        config = config.model_copy(update={"run": config.run.model_copy(update={"name": f"{config.run.name}-eval"})})
+        config.run.name = free_name(config)
+        inputs = resolve_inputs(config, factory=self.factory, eval_factory=factory)
+        found = run_until_signal(lambda: evaluate_only(config, inputs), config.run.stop_grace_s).evaluation
+        assert found is not None, "evaluate_only made it"
+        return {
+            "eval_reward": found.reward,
+            "eval_reward_low": found.low,
+            "eval_reward_high": found.high,
+            "eval_unscored": float(found.unscored),
+        }
+
+    _trained: Path | None = None
+
+    def save_model(self, output_dir: str | Path | None = None) -> Path:
+        """The trained model, copied to `output_dir` (None: where the run left it). Raises UserError before the end of `train()`."""
+        if self._trained is None:
+            raise UserError("save_model: nothing is trained yet; call train() first")
+        if output_dir is None:
+            return self._trained
+        shutil.copytree(self._trained, output_dir, ignore=shutil.ignore_patterns(*_NOT_THE_MODEL), dirs_exist_ok=True)
+        return Path(output_dir)
+
+
+class AsyncGRPOTrainer(_EnvironmentTrainer):
+    """Asynchronous GRPO in environments whose loop is ours. Arguments as in TRL (docs/trl.md says what becomes of each), and
+    `demonstrations`: data set row -> the assistant turns that solve it, for a warm start (`warmup={"enabled": True}`).
+
+    Raises UserError for whatever can be known wrong before anything starts.
+    """
+
+    CONFIG = AsyncGRPOConfig
+
+    def __init__(
+        self,
+        model: str | Path,
+        reward_funcs: RewardFunc | Sequence[RewardFunc] | None = None,
+        args: AsyncGRPOConfig | None = None,
+        train_dataset: Iterable[dict[str, Any]] | None = None,
+        processing_class: Any = None,
+        callbacks: Iterable[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        peft_config: Any = None,
+        tools: Sequence[Callable[..., Any]] | None = None,
+        environment_factory: Environments = None,
+        rollout_worker: Any = None,
+        weight_transfer: Any = None,
+        *,
+        eval_dataset: Any = None,
+        rollout_func: RolloutFunc | None = None,
+        demonstrations: Demonstrations | None = None,
+    ) -> None:
+        self._set_up(
+            model,
+            args,
+            reward_funcs,
+            train_dataset,
+            eval_dataset,
+            environment_factory,
+            tools,
+            callbacks,
+            processing_class,
+            demonstrations,
+            rollout_func,
+            optimizers=optimizers,
+            peft_config=peft_config,
+            rollout_worker=rollout_worker,
+            weight_transfer=weight_transfer,
+        )
+
+
+class GRPOTrainer(_EnvironmentTrainer):
+    """On-policy GRPO: the same as `AsyncGRPOTrainer` with `max_staleness = 0`, under the signature of TRL's GRPOTrainer."""
+
+    CONFIG = GRPOConfig
+
+    def __init__(
+        self,
+        model: str | Path,
+        reward_funcs: RewardFunc | Sequence[RewardFunc] | None = None,
+        args: GRPOConfig | None = None,
+        train_dataset: Iterable[dict[str, Any]] | None = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        reward_processing_classes: Any = None,
+        callbacks: Iterable[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        tools: Sequence[Callable[..., Any]] | None = None,
+        rollout_func: RolloutFunc | None = None,
+        environment_factory: Environments = None,
+        *,
+        demonstrations: Demonstrations | None = None,
+    ) -> None:
+        self._set_up(
+            model,
+            args,
+            reward_funcs,
+            train_dataset,
+            eval_dataset,
+            environment_factory,
+            tools,
+            callbacks,
+            processing_class,
+            demonstrations,
+            rollout_func,
+            reward_processing_classes=reward_processing_classes,
+            optimizers=optimizers,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+        )
+
+
+def _with_model(config: RunConfig, model: str) -> RunConfig:
+    return config.model_copy(update={"model": config.model.model_copy(update={"name": model})})
+
+
+def _run(config: RunConfig, inputs: Inputs, resume: Resume) -> Outcome:
+    config = config.model_copy(update={"run": config.run.model_copy()})
+    if resume:
+        config = resumed_config(config.run_dir if resume is True else Path(resume), config)
+    else:
+        config.run.name = free_name(config)
+    return run_until_signal(lambda: train(config, inputs, resume=bool(resume)), config.run.stop_grace_s)
+
+
+def _rows(dataset: Iterable[dict[str, Any]] | None, args: FlatConfig, needs_rows: bool, name: str) -> list[dict[str, Any]]:
+    """The data set's rows; of a stream, as many as the run can use. Without one, a single empty prompt that `reset` fills."""
+    steps, groups = args.max_steps, args.config.rollout.groups_per_step
+    if dataset is None:
+        if needs_rows:
+            raise UserError(f"{name}: train_dataset is missing; only a single environment_factory, whose reset() asks, can do without")
+        if steps <= 0:
+            raise UserError(f"{name}: without a train_dataset, max_steps must say how long to train")
+        return [{"prompt": [{"role": "user", "content": ""}]}]
+    if isinstance(dataset, str | Mapping):
+        raise UserError(f"{name}: train_dataset is a {type(dataset).__name__}; give rows, as datasets.load_dataset(...) makes them")
+    if hasattr(dataset, "__len__"):
+        return [dict(row) for row in dataset]
+    if steps <= 0:
+        raise UserError(f"{name}: train_dataset has no length; set max_steps")
+    return [dict(row) for row in itertools.islice(dataset, steps * groups)]
+
+
+def _eval_rows(dataset: Any, name: str) -> list[dict[str, Any]]:
+    if isinstance(dataset, Mapping):
+        raise UserError(f"{name}: eval_dataset is a mapping; give one data set, and run harness-rl eval for the others")
+    return [dict(row) for row in dataset]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 EPSILON = 1e-6
 """A group whose rewards differ by no more than this has no signal."""
@@ -16,8 +16,15 @@ def has_signal(rewards: Sequence[float | None]) -> bool:
     return len(scored) >= 2 and max(scored) - min(scored) > EPSILON
 
 
-def group_advantages(rewards: Sequence[float | None], scale: Literal["std", "none"] = "std") -> list[float | None]:
+Baseline = Literal["mean", "leave_one_out"]
+Scale = Literal["std", "none"]
+
+
+def group_advantages(rewards: Sequence[float | None], scale: Scale = "std", baseline: Baseline = "mean") -> list[float | None]:
     """Advantage of each *rollout* of one group (GRPO, arXiv 2402.03300, section 4.1.2): A_i = r_i - mean(r), over the scored rollouts.
+
+    `baseline="leave_one_out"` takes the mean of the n - 1 others instead (RLOO, arXiv 2402.14740, eq. 8), which makes the estimate of the
+    gradient unbiased: n / (n - 1) times as much.
 
     `scale="std"` divides by the population standard deviation; `"none"` does not (Dr. GRPO, arXiv 2503.20783), so that a spread made of
     small shaping terms stays small. An unscored rollout (None) is left out of mean and spread and gets None: it has no advantage, and no
@@ -28,16 +35,17 @@ def group_advantages(rewards: Sequence[float | None], scale: Literal["std", "non
     for reward in scored:
         if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
             raise ValueError(f"reward {reward!r} is not a finite number; use None for a rollout that cannot be scored")
-    if scale not in ("std", "none"):
-        raise ValueError(f"advantage scale {scale!r}: use 'std' or 'none'")
+    if scale not in get_args(Scale) or baseline not in get_args(Baseline):
+        raise ValueError(f"advantage scale {scale!r} and baseline {baseline!r}: use std or none, and mean or leave_one_out")
     if not has_signal(rewards):
         return [None if reward is None else 0.0 for reward in rewards]
     mean = math.fsum(scored) / len(scored)
     spread = math.sqrt(math.fsum((reward - mean) ** 2 for reward in scored) / len(scored)) if scale == "std" else 1.0
-    return [None if reward is None else (reward - mean) / spread for reward in rewards]
+    others = len(scored) / (len(scored) - 1) if baseline == "leave_one_out" else 1.0
+    return [None if reward is None else (reward - mean) * others / spread for reward in rewards]
 
 
-def balanced_group_advantages(rewards: Sequence[float | None], scale: Literal["std", "none"] = "std") -> list[float | None]:
+def balanced_group_advantages(rewards: Sequence[float | None], scale: Scale = "std") -> list[float | None]:
     """Advantages of as many rollouts above the group's mean as below it: the best and the worst, the rest 0.0.
 
     Max-variance down-sampling (PODS, arXiv 2504.13818) with the size left to the group. Two-valued rewards give +1 and -1 in equal number,

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from harness_rl.learner.rows import PackedRow, Row, Version
 
-_ARRAYS = ("ids", "predicts", "targets", "behaviour", "stale_positions")
+_ARRAYS = ("ids", "predicts", "targets", "behaviour", "advantages", "stale_positions")
 
 
 @dataclass
@@ -32,7 +32,8 @@ class AuditedRow:
     """[n] the engine's logprobs."""
     stale_positions: NDArray[np.int64]
     """Captured tokens that were masked as stale."""
-    advantage: float
+    advantages: NDArray[np.float32]
+    """[n]"""
     versions: list[Version]
 
 
@@ -45,7 +46,7 @@ def write_audit(path: Path, rows: Sequence[tuple[Row, PackedRow]]) -> None:
         found["stale_positions"] = np.flatnonzero((row.mask == 1) & (row.stale == 1))
         arrays |= {f"{index}/{name}": array for name, array in found.items()}
         versions = [list(version) for span in row.spans for version in span.versions]
-        facts.append({"row_id": row.row_id, "advantage": float(packed.advantages[0]), "versions": versions})
+        facts.append({"row_id": row.row_id, "versions": versions})
     path.parent.mkdir(parents=True, exist_ok=True)
     np.savez(path, facts=np.array(json.dumps(facts)), **arrays)  # type: ignore[arg-type]
 
@@ -56,7 +57,6 @@ def read_audit(path: Path) -> list[AuditedRow]:
         return [
             AuditedRow(
                 row_id=fact["row_id"],
-                advantage=fact["advantage"],
                 versions=[(str(version), int(start), int(end)) for version, start, end in fact["versions"]],
                 **{name: file[f"{index}/{name}"] for name in _ARRAYS},
             )

@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ class Learner:
             print(f"learner: skipped checkpoint {skipped}", file=sys.stderr)
         self.source = found.newest.path if found.newest else Path(spec.model)
         self.policy = Policy.load(spec, self.source)
-        self.trainer = Trainer(self.policy, spec)
+        self.trainer = Trainer(self.policy, spec, self._load_reference())
         self.step = 0
         if found.newest:
             self.trainer.restore(checkpoint.load_state(found.newest))
@@ -68,6 +69,14 @@ class Learner:
             tokens=spec.probe_tokens,
         )
         self.sync = self._build_sync() if spec.engines else None
+
+    def _load_reference(self) -> Policy | None:
+        """The policy of the KL term; never the newest checkpoint, so that a resumed run keeps its anchor."""
+        if not self.spec.kl_beta:
+            return None
+        reference = Policy.load(replace(self.spec, gradient_checkpointing=False), Path(self.spec.reference_model or self.spec.model))
+        reference.model.requires_grad_(False)
+        return reference
 
     def run(self, link: ControlLink) -> None:
         """Until control says stop. Raises HarnessRLError."""

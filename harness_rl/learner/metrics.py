@@ -30,6 +30,7 @@ class TermLog:
     entropies: list[Floats] = field(default_factory=list)
     ages: list[NDArray[np.int32]] = field(default_factory=list)
     flags: dict[str, list[NDArray[np.bool_]]] = field(default_factory=dict)
+    values: dict[str, list[Floats]] = field(default_factory=dict)
 
     def summary(self) -> dict[str, float]:
         """Metrics of the trained tokens; empty when there were none."""
@@ -49,6 +50,8 @@ class TermLog:
         }
         for name, parts in self.flags.items():
             metrics[f"{name}_ratio"] = float(np.mean(_join(parts)))
+        for name, values in self.values.items():
+            metrics[name] = float(np.mean(_join(values), dtype=np.float64))
         if "clip_low" in self.flags:
             metrics["clip_ratio"] = metrics["clip_low_ratio"] + metrics["clip_high_ratio"]
         return metrics

@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from harness_rl.learner.prefixtree import PrefixTree, fold, prefix_order, shared_prefix
 from harness_rl.learner.rows import PackedRow, Row, parse_version
 
+Normalisation = Literal["token", "rollout", "constant"]
+
 
 @dataclass(eq=False)
 class Pack:
@@ -36,7 +38,9 @@ class Pack:
     advantages: NDArray[np.float32]
     temperatures: NDArray[np.float32]
     weights: NDArray[np.float32]
-    """[N] share of each term in the mean over the optimizer step; they sum to 1 over all its packs."""
+    """[N] share of each term in the optimizer step (see `term_weights`)."""
+    sequence: NDArray[np.int64]
+    """[N] place in `rows` of the row of each term."""
     ages: NDArray[np.int32]
     """[N] optimizer steps since the policy that sampled the target; 0 = the one in training."""
 
@@ -85,12 +89,16 @@ def token_ages(row: Row, current: str) -> NDArray[np.int32]:
     return ages
 
 
-def term_weights(rows: Sequence[Row], normalisation: Literal["token", "rollout"]) -> list[float]:
-    """Weight of each trained token of each row, so that they sum to 1 over the optimizer step.
+def term_weights(rows: Sequence[Row], normalisation: Normalisation, constant: float = 0.0, rollouts: int = 0) -> list[float]:
+    """Weight of each trained token of each row; by token and by rollout they sum to 1 over the optimizer step.
 
     `token`: the same for every token of the step (DAPO, arXiv 2503.14476: no length bias). `rollout`: each rollout has the same weight,
-    shared by its tokens over all its rows (GRPO's per-sample mean, arXiv 2402.03300), so that splitting one changes nothing.
+    shared by its tokens over all its rows (GRPO's per-sample mean, arXiv 2402.03300), so that splitting one changes nothing. `constant`:
+    1 / (`rollouts` * `constant` tokens), whatever they hold (Dr. GRPO, arXiv 2503.20783): longer ones push more. There `rollouts` are all
+    of the step's, those without advantage included.
     """
+    if normalisation == "constant":
+        return [1.0 / (rollouts * constant)] * len(rows)
     counts = [int(np.count_nonzero(row.trained)) for row in rows]
     if normalisation == "token":
         total = sum(counts)
@@ -98,8 +106,8 @@ def term_weights(rows: Sequence[Row], normalisation: Literal["token", "rollout"]
     of_rollout: dict[str, int] = {}
     for row, count in zip(rows, counts, strict=True):
         of_rollout[row.rollout_id] = of_rollout.get(row.rollout_id, 0) + count
-    rollouts = sum(1 for count in of_rollout.values() if count)
-    return [1.0 / (rollouts * of_rollout[row.rollout_id]) if of_rollout[row.rollout_id] else 0.0 for row in rows]
+    trained = sum(1 for count in of_rollout.values() if count)
+    return [1.0 / (trained * of_rollout[row.rollout_id]) if of_rollout[row.rollout_id] else 0.0 for row in rows]
 
 
 def pack_rows(rows: Sequence[Row], chosen: Sequence[int], budget: int, weights: Sequence[float], current: str) -> list[Pack]:
@@ -161,9 +169,10 @@ def _lay_out(rows: Sequence[Row], members: list[int], weights: list[float], curr
         predicts=np.concatenate([predicts for predicts, _ in found]),
         targets=of_terms(row.ids for row in picked).astype(np.int64),
         behaviour=of_terms(row.logprobs for row in picked),
-        advantages=of_rows(row.advantage for row in picked),
+        advantages=of_terms(row.credit for row in picked),
         temperatures=of_rows(row.temperature for row in picked),
         weights=of_rows(weights),
+        sequence=np.repeat(np.arange(len(members)), counts),
         ages=of_terms(token_ages(row, current) for row in picked),
     )
 

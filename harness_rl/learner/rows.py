@@ -77,6 +77,8 @@ class Row:
     temperature: float
     """Of the sampling; one per row."""
     spans: list[TurnSpan] = field(default_factory=list)
+    token_advantages: NDArray[np.float32] | None = None
+    """[L] where credit differs within the row; read at trained tokens, in place of `advantage`."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -85,6 +87,18 @@ class Row:
     def trained(self) -> NDArray[np.bool_]:
         """[L] the tokens that enter the loss: captured mask and not stale."""
         return (self.mask == 1) & (self.stale == 0)
+
+    @property
+    def credit(self) -> NDArray[np.float32]:
+        """[L] the advantage of each token."""
+        if self.token_advantages is not None:
+            return self.token_advantages
+        return np.full(len(self), self.advantage, dtype=np.float32)
+
+    @property
+    def without_credit(self) -> bool:
+        """Every advantage that would be trained is 0."""
+        return not self.credit[self.trained].any()
 
 
 class TurnLike(Protocol):
@@ -240,7 +254,10 @@ def verify_row(row: Row) -> None:
     ):
         if array.dtype != dtype or array.shape != (length,):
             raise RowMismatch(row.row_id, "-", f"{name} is {array.dtype}{list(array.shape)}, expected {np.dtype(dtype)}[{length}]")
-    if not row.temperature > 0 or not np.isfinite(row.advantage):
+    credit = row.credit
+    if credit.dtype != np.float32 or credit.shape != (length,):
+        raise RowMismatch(row.row_id, "-", f"token_advantages is {credit.dtype}{list(credit.shape)}, expected float32[{length}]")
+    if not row.temperature > 0 or not np.all(np.isfinite(credit[row.trained])) or not np.isfinite(row.advantage):
         raise RowMismatch(row.row_id, "-", f"temperature {row.temperature} or advantage {row.advantage} is not usable")
     covered = np.zeros(length, dtype=bool)
     before = 0
@@ -305,7 +322,7 @@ def verify_packed(row: Row, packed: PackedRow) -> None:
     predicted = packed.predicts + 1
     if np.any(predicted < 1) or np.any(predicted >= len(row)) or not np.array_equal(predicted, np.flatnonzero(row.trained)):
         raise RowMismatch(row.row_id, "-", "the packed loss terms are not at the row's trained tokens")
-    if not np.all(packed.advantages == np.float32(row.advantage)) or not np.all(packed.temperatures == np.float32(row.temperature)):
+    if not np.array_equal(packed.advantages, row.credit[row.trained]) or not np.all(packed.temperatures == np.float32(row.temperature)):
         raise RowMismatch(row.row_id, "-", "packed advantage or temperature is not the row's")
     ids = packed.ids.astype(np.int32)
     seen = ids.copy()
@@ -318,6 +335,8 @@ def verify_packed(row: Row, packed: PackedRow) -> None:
 
 
 _ARRAYS: tuple[tuple[str, type[np.generic]], ...] = (("ids", np.int32), ("logprobs", np.float32), ("mask", np.uint8), ("stale", np.uint8))
+_CREDIT = "token_advantages"
+"""End to end over the rows that have them."""
 
 
 def rows_to_wire(rows: Iterable[Row]) -> tuple[list[dict[str, Any]], dict[str, NDArray[Any]]]:
@@ -330,6 +349,7 @@ def rows_to_wire(rows: Iterable[Row]) -> tuple[list[dict[str, Any]], dict[str, N
             "group_id": row.group_id,
             "length": len(row),
             "advantage": float(row.advantage),
+            "token_advantages": row.token_advantages is not None,
             "temperature": float(row.temperature),
             "spans": [_span_to_wire(span) for span in row.spans],
         }
@@ -338,7 +358,8 @@ def rows_to_wire(rows: Iterable[Row]) -> tuple[list[dict[str, Any]], dict[str, N
     arrays = {
         name: np.concatenate([np.zeros(0, dtype), *(np.asarray(getattr(row, name), dtype) for row in rows)]) for name, dtype in _ARRAYS
     }
-    return metas, arrays
+    given = [np.asarray(row.token_advantages, np.float32) for row in rows if row.token_advantages is not None]
+    return metas, arrays | ({_CREDIT: np.concatenate(given)} if given else {})
 
 
 def _span_to_wire(span: TurnSpan) -> list[Any]:
@@ -352,10 +373,17 @@ def rows_from_wire(metas: Sequence[Mapping[str, Any]], arrays: Mapping[str, NDAr
     for name, dtype in _ARRAYS:
         if name not in arrays or arrays[name].shape != (total,) or arrays[name].dtype != dtype:
             raise ValueError(f"rows: array {name!r} is not {np.dtype(dtype)}[{total}] as the row lengths say")
-    rows, at = [], 0
+    credit = arrays.get(_CREDIT, np.zeros(0, np.float32))
+    if credit.dtype != np.float32 or credit.shape != (sum(int(meta["length"]) for meta in metas if meta.get(_CREDIT)),):
+        raise ValueError(f"rows: array {_CREDIT!r} is {credit.dtype}{list(credit.shape)}, not what the rows say")
+    rows, at, credit_at = [], 0, 0
     for meta in metas:
         part = slice(at, at + int(meta["length"]))
         at = part.stop
+        own = None
+        if meta.get(_CREDIT):
+            own = credit[credit_at : credit_at + int(meta["length"])].copy()
+            credit_at += int(meta["length"])
         spans = [
             TurnSpan(node, int(a), int(b), prompt, completion, sample, [(str(v), int(x), int(y)) for v, x, y in versions])
             for node, a, b, prompt, completion, sample, versions in meta["spans"]
@@ -368,6 +396,7 @@ def rows_from_wire(metas: Sequence[Mapping[str, Any]], arrays: Mapping[str, NDAr
                 advantage=float(meta["advantage"]),
                 temperature=float(meta["temperature"]),
                 spans=spans,
+                token_advantages=own,
                 **{name: arrays[name][part].copy() for name, _ in _ARRAYS},
             )
         )

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from harness_rl.errors import UserError
+from harness_rl.learner.corrections import default_corrections, parse_corrections
+from harness_rl.learner.recipes import check_objective
 
 
 @dataclass
@@ -28,11 +30,15 @@ class LearnerSpec:
     resume: bool = False
     seed: int = 0
 
-    objective: Literal["grpo", "sft"] = "grpo"
+    objective: str = "grpo"
+    """A name of `recipes.RECIPES`, `sft`, or `module:name` or `file.py:name` of the user's own."""
     learning_rate: float = 1e-5
     """May be 0: every part of a step runs, the weights stay."""
     warmup_steps: int = 0
-    """Linear from 0; then constant."""
+    """Linear from 0; then as `schedule` says."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """constant, or down to 0 at `total_updates`."""
+    total_updates: int = 0
     adam_beta1: float = 0.9
     adam_beta2: float = 0.95
     adam_epsilon: float = 1e-8
@@ -44,10 +50,20 @@ class LearnerSpec:
     max_grad_norm: float = 1.0
     epsilon_low: float = 0.2
     epsilon_high: float = 0.28
-    truncation: float = 2.0
-    """C in min(pi_old/mu, C)."""
+    ratio_max: float = 0.0
+    """Largest ratio where the advantage is negative (dual clip), or at all (dppo); 0 = none."""
     ratio: Literal["proximal", "behaviour"] = "proximal"
-    loss_normalisation: Literal["token", "rollout"] = "token"
+    corrections: list[str] | None = None
+    """See corrections.py; None: `token_truncate` where the ratio is proximal, none for sft."""
+    truncation: float = 2.0
+    """C in min(pi_old/mu, C), for a `truncate` that names no other."""
+    kl_beta: float = 0.0
+    """Weight of the KL divergence to the reference policy; 0 loads none."""
+    reference_model: str | None = None
+    """Folder or hub id; None = `model`, as the run found it."""
+    loss_normalisation: Literal["token", "rollout", "constant"] = "token"
+    loss_constant: float = 1024.0
+    """Tokens per rollout that `constant` divides by, whatever its length."""
     minibatches: int = 1
     """Optimizer steps per batch; groups are kept whole."""
     micro_batch_tokens: int = 2048
@@ -95,6 +111,19 @@ class LearnerSpec:
         for name in _NOT_NEGATIVE:
             if not getattr(self, name) >= 0:
                 raise UserError(f"learner: {name} = {getattr(self, name)} must not be negative")
+        if self.corrections is None:
+            self.corrections = [] if self.objective == "sft" else default_corrections(self.ratio)
+        try:
+            if self.objective != "sft":
+                check_objective(self.objective)
+            parse_corrections(self.corrections, self.truncation, self.ratio)
+        except ValueError as error:
+            raise UserError(f"learner: {error}") from None
+        if self.schedule != "constant" and self.total_updates <= self.warmup_steps:
+            raise UserError(
+                f"learner: a {self.schedule} schedule over {self.total_updates} updates has nothing after {self.warmup_steps} of warm-up; "
+                "set run.steps above learner.warmup_steps, or schedule = constant"
+            )
         if not self.lineage or "/" in self.lineage:
             raise UserError(f"learner: lineage {self.lineage!r} must be a short name without '/'")
 
@@ -136,17 +165,29 @@ class LearnerSpec:
 
 
 _POSITIVE = (
-    *("adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "epsilon_low", "epsilon_high", "truncation", "minibatches"),
+    *(
+        "adam_beta1",
+        "adam_beta2",
+        "adam_epsilon",
+        "max_grad_norm",
+        "epsilon_low",
+        "epsilon_high",
+        "truncation",
+        "loss_constant",
+        "minibatches",
+    ),
     *("micro_batch_tokens", "logprob_chunk", "sync_timeout_s", "probe_tokens", "probe_bound", "probe_first_bound"),
     *("keep_checkpoints", "link_timeout_s", "batch_timeout_s"),
 )
 _NOT_NEGATIVE = (
     *("learning_rate", "warmup_steps", "weight_decay", "checkpoint_every", "threads"),
-    *("max_rejected_rows", "max_skipped_steps"),
+    *("max_rejected_rows", "max_skipped_steps", "ratio_max", "kl_beta", "total_updates"),
 )
 
 
 def _typed(where: str, key: str, value: Any, hint: Any) -> Any:
+    if type(None) in get_args(hint):
+        return None if value is None else _typed(where, key, value, next(arg for arg in get_args(hint) if arg is not type(None)))
     if get_origin(hint) is Literal:
         if value not in get_args(hint):
             raise UserError(f"{where}: {key} = {value!r}; use one of {', '.join(map(repr, get_args(hint)))}")

@@ -57,9 +57,12 @@ class Clock:
 
 
 class Trainer:
-    def __init__(self, policy: Policy, spec: LearnerSpec) -> None:
-        self.policy, self.spec = policy, spec
+    def __init__(self, policy: Policy, spec: LearnerSpec, reference: Policy | None = None) -> None:
+        """`reference` is the policy of the KL term; it is needed where `spec.kl_beta` is not 0, and never trained."""
+        self.policy, self.spec, self.reference = policy, spec, reference
         self.objective = objectives.build(spec)
+        if self.objective.needs_reference and reference is None:
+            raise ValueError("kl_beta is not 0 and there is no reference policy")
         self.parameters = [p for p in policy.model.parameters() if p.requires_grad]
         decay = [p for p in self.parameters if p.ndim >= 2]
         rest = [p for p in self.parameters if p.ndim < 2]
@@ -133,7 +136,7 @@ class Trainer:
             return RowState.STALE
         if len(row) > self.spec.micro_batch_tokens:
             return RowState.OVERSIZE
-        if row.advantage == 0 and self.objective.uses_advantage:
+        if row.without_credit and self.objective.uses_advantage:
             return RowState.ZERO_ADVANTAGE
         return RowState.TRAINED
 
@@ -143,7 +146,10 @@ class Trainer:
         """Packs of `members`, proven row by row. A row whose packed form is wrong is rejected and the rest packed anew."""
         members = list(members)
         while members:
-            weights = term_weights([rows[i] for i in members], self.spec.loss_normalisation)
+            groups = {rows[i].group_id for i in members}
+            rollouts = len({row.rollout_id for row in rows if row.group_id in groups})
+            picked = [rows[i] for i in members]
+            weights = term_weights(picked, self.spec.loss_normalisation, self.spec.loss_constant, rollouts)
             packs = pack_rows(rows, members, self.spec.micro_batch_tokens, weights, current)
             wrong = {i: mismatch for pack in packs for i, mismatch in _mismatches(rows, pack)}
             if not wrong:
@@ -169,6 +175,10 @@ class Trainer:
         with torch.no_grad():
             return {id(pack): self.policy.score(pack)[0] for packs in minibatches for pack in packs}
 
+    @torch.no_grad()
+    def _reference_logprobs(self, pack: Pack) -> torch.Tensor | None:
+        return self.reference.score(pack)[0] if self.reference is not None and self.objective.needs_reference else None
+
     def _accumulate(self, pack: Pack, old: torch.Tensor | None, log: TermLog, clock: Clock) -> None:
         """Add the pack's share of the step's gradient."""
 
@@ -178,7 +188,8 @@ class Trainer:
         with clock("forward"):
             logprobs, entropies = self.policy.score(pack)
             old = logprobs.detach() if old is None else old
-            result = self.objective(Terms(logprobs, old, put(pack.behaviour), put(pack.advantages)))
+            reference = self._reference_logprobs(pack)
+            result = self.objective(Terms(logprobs, old, put(pack.behaviour), put(pack.advantages), put(pack.sequence), reference))
             weighted = result.loss * put(pack.weights)
         with clock("backward"):
             weighted.sum().backward()
@@ -202,10 +213,9 @@ class Trainer:
         return sum(float(torch.dot(grad.flatten(), moment.flatten())) for grad, moment in moments if moment is not None)
 
     def learning_rate(self) -> float:
-        """Of the next update: linear warm-up, then constant; times the gradient's share of signal where that is asked for."""
-        warmup = self.spec.warmup_steps
-        ramp = min(1.0, (self.updates + 1) / warmup) if warmup else 1.0
-        return self.spec.learning_rate * ramp * (self.signal.value if self.spec.scale_by_signal else 1.0)
+        """Of the next update: by the schedule; times the gradient's share of signal where that is asked for."""
+        share = scheduled(self.updates, self.spec.warmup_steps, self.spec.total_updates, self.spec.schedule)
+        return self.spec.learning_rate * share * (self.signal.value if self.spec.scale_by_signal else 1.0)
 
     def _metrics(
         self, rows: Sequence[Row], states: dict[str, RowState], forwarded: int, log: TermLog, norms: Sequence[float], clock: Clock
@@ -239,6 +249,17 @@ class Trainer:
         torch.set_rng_state(state["rng"])
 
 
+def scheduled(done: int, warmup: int, total: int, schedule: str) -> float:
+    """Share of the learning rate for the update after `done` ones: linear up to 1 over `warmup` updates, then 1, or down to 0 at `total`
+    along a line or half a cosine."""
+    if done < warmup:
+        return (done + 1) / warmup
+    if schedule == "constant":
+        return 1.0
+    gone = min(1.0, (done - warmup) / (total - warmup))
+    return 1.0 - gone if schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * gone))
+
+
 def _mismatches(rows: Sequence[Row], pack: Pack) -> Iterator[tuple[int, RowMismatch]]:
     for r, i in enumerate(pack.rows):
         try:
@@ -267,3 +288,5 @@ def _record(
     log.ages.append(pack.ages)
     for name, flag in result.flags.items():
         log.flags.setdefault(name, []).append(take(flag))
+    for name, value in result.values.items():
+        log.values.setdefault(name, []).append(take(value))

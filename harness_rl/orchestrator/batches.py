@@ -61,6 +61,7 @@ class Assembler:
     max_replacements: float
     scale: Literal["std", "none"]
     _: KW_ONLY
+    baseline: Literal["mean", "leave_one_out"] = "mean"
     balance: bool = False
     shuffle: bool = False
     seed: int = 0
@@ -117,8 +118,10 @@ class Assembler:
         return Batch(self.batches_closed, groups, rows, considered, short=not full)
 
     def _rows(self, group: Group) -> list[Row]:
-        estimate = balanced_group_advantages if self.balance else group_advantages
-        advantages = estimate([rollout.reward for rollout in group.rollouts], self.scale)
+        rewards = [rollout.reward for rollout in group.rollouts]
+        advantages = (
+            balanced_group_advantages(rewards, self.scale) if self.balance else group_advantages(rewards, self.scale, self.baseline)
+        )
         if self.shuffle:
             advantages = shuffled(advantages, f"{self.seed}/{group.group_id}")
         rows = []

@@ -91,4 +91,10 @@ async def evaluate(
 
 
 def task_name(row: dict[str, Any]) -> str:
-    return str(row.get("task_name") or Path(str(row.get("task_path", ""))).name or row["prompt"][:40])
+    """A row's own name, or the beginning of what it asks."""
+    name = row.get("task_name") or Path(str(row.get("task_path", ""))).name
+    if name:
+        return str(name)
+    prompt = row.get("prompt") or str(row.get("environment") or "task")
+    text = prompt if isinstance(prompt, str) else str(prompt[-1].get("content") or prompt[-1].get("role"))
+    return " ".join(text.split())[:40] or "task"

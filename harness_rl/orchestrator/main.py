@@ -32,7 +32,7 @@ from harness_rl.orchestrator.evaluate import Evaluation, evaluate
 from harness_rl.orchestrator.journal import Journal
 from harness_rl.orchestrator.rewards import RewardFunction, load_reward_function
 from harness_rl.orchestrator.rollout import RolloutRunner
-from harness_rl.orchestrator.run import RunResult, TrainingRun
+from harness_rl.orchestrator.run import Observer, RunResult, TrainingRun
 from harness_rl.orchestrator.services import Services, services
 from harness_rl.orchestrator.warmup import WarmStart, read_warm_start, warm_start_path, warm_up
 from harness_rl.sessions.base import SessionFactory
@@ -57,6 +57,7 @@ class Inputs:
     eval_rows: list[dict[str, Any]]
     reward_function: RewardFunction | None
     model_path: Path
+    observer: Observer | None = None
 
 
 def resolve_inputs(
@@ -65,6 +66,8 @@ def resolve_inputs(
     factory: SessionFactory | None = None,
     rows: list[dict[str, Any]] | None = None,
     reward_function: RewardFunction | None = None,
+    eval_factory: SessionFactory | None = None,
+    observer: Observer | None = None,
 ) -> Inputs:
     """Raises UserError for the first thing that is missing."""
     if factory is None:
@@ -74,9 +77,12 @@ def resolve_inputs(
         if config.tasks.train is None:
             raise UserError("tasks.train: name the folder of training tasks")
         factory = HarborSessionFactory.from_config(config, config.tasks.train)
+    if config.reward.weights and isinstance(factory, HarborSessionFactory):
+        raise UserError("reward.weights: they are of reward_funcs; a verifier's reward has no parts to weigh")
     if reward_function is None and config.reward.function is not None:
         reward_function = load_reward_function(config.reward.function)
-    eval_factory = HarborSessionFactory.from_config(config, config.tasks.eval) if config.tasks.eval is not None else None
+    if eval_factory is None and config.tasks.eval is not None:
+        eval_factory = HarborSessionFactory.from_config(config, config.tasks.eval)
     return Inputs(
         factory=factory,
         rows=rows if rows is not None else factory.prompt_rows(),
@@ -84,6 +90,7 @@ def resolve_inputs(
         eval_rows=eval_factory.prompt_rows() if eval_factory else [],
         reward_function=reward_function,
         model_path=Path(resolve_model(config.model.name)),
+        observer=observer,
     )
 
 
@@ -133,6 +140,7 @@ async def _train(config: RunConfig, inputs: Inputs, resume: bool, journal: Journ
             journal=journal,
             model_path=model,
             resume=resume,
+            observer=inputs.observer,
         )
         return Outcome(config.run_dir, await run.run(), warm)
 

@@ -3,14 +3,12 @@ trained."""
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
 import math
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 
-from harness_rl.errors import Cause, UserError
+from harness_rl.errors import Cause
+from harness_rl.imports import load_object
 from harness_rl.sessions.base import HarnessRolloutOutcome, RolloutFailure
 
 RewardFunction = Callable[[HarnessRolloutOutcome], float | None | Awaitable[float | None]]
@@ -43,23 +41,5 @@ async def score(outcome: HarnessRolloutOutcome, function: RewardFunction | None)
 
 def load_reward_function(spec: str) -> RewardFunction:
     """`package.module:function` or `path/file.py:function`. Raises UserError."""
-    where, _, name = spec.rpartition(":")
-    if not where or not name:
-        raise UserError(f"reward.function = {spec!r}: write module:function or file.py:function")
-    try:
-        if where.endswith(".py"):
-            loader = importlib.util.spec_from_file_location(Path(where).stem, where)
-            if loader is None or loader.loader is None or not Path(where).is_file():
-                raise UserError(f"reward.function: {where} does not exist")
-            module = importlib.util.module_from_spec(loader)
-            loader.loader.exec_module(module)
-        else:
-            module = importlib.import_module(where)
-    except UserError:
-        raise
-    except Exception as error:  # noqa: BLE001 - importing runs the user's code, which may raise anything
-        raise UserError(f"reward.function: {where} cannot be imported: {type(error).__name__}: {error}") from None
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise UserError(f"reward.function: {where} has no function {name}")
+    function: RewardFunction = load_object(spec, "reward.function")
     return function

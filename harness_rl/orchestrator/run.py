@@ -16,10 +16,11 @@ import logging
 import secrets
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from harness_rl.config import RunConfig
 from harness_rl.errors import HarnessRLError, InvariantError, LearnerError, LearnerGone, first_error
@@ -43,6 +44,22 @@ from harness_rl.sessions.base import SessionFactory
 log = logging.getLogger(__name__)
 
 
+class Observer(Protocol):
+    """Whoever hears of a run while it goes. Called in the control process, between steps; what it raises ends the run."""
+
+    def begun(self, step: int) -> None:
+        """Training starts, or goes on, after so many steps."""
+
+    def step_ended(self, step: int, line: Mapping[str, float]) -> bool:
+        """The step's metrics line is written. True: the run is to end here."""
+
+    def saved(self, step: int, path: Path) -> None:
+        """A checkpoint is whole."""
+
+    def ended(self) -> None:
+        """After the last checkpoint."""
+
+
 @dataclass
 class RunResult:
     run_dir: Path
@@ -50,7 +67,7 @@ class RunResult:
     checkpoint: Path | None
     evaluations: list[Evaluation]
     ended: str
-    """`done`, or `solved`: every group had full reward, nothing was left to learn from."""
+    """`done`; `solved`: every group had full reward, nothing was left to learn from; `stopped`: the observer ended it."""
 
 
 @dataclass
@@ -68,6 +85,7 @@ class TrainingRun:
     eval_factory: SessionFactory | None = None
     resume: bool = False
     """Go on from the run folder's newest checkpoint."""
+    observer: Observer | None = None
     lineage: str = field(default_factory=lambda: secrets.token_hex(2))
     proven: set[str] = field(default_factory=set)
     """Policy versions whose weights the engine was shown to hold."""
@@ -82,6 +100,8 @@ class TrainingRun:
     _leased: dict[int, Batch] = field(default_factory=dict)
     _line: dict[str, int] = field(default_factory=dict)
     """Earlier lineages that the present weights come from, with their last proven steps."""
+    _stopped: bool = False
+    """The observer asked for the end."""
     _started_at: int = 0
     """Optimizer steps in the weights that the present learner started from."""
 
@@ -108,6 +128,7 @@ class TrainingRun:
             config.rollout.groups_per_step,
             config.rollout.max_group_replacements,
             config.rollout.normalise_advantage,
+            baseline=config.rollout.advantage_baseline,
             balance=config.rollout.balance_groups,
             shuffle=config.rollout.shuffle_advantages,
             seed=config.run.seed,
@@ -143,6 +164,8 @@ class TrainingRun:
             self.state.phase = "saving"
             checkpoint = await learner.stop(timeout=config.learner.step_timeout_s)
             self._durable(checkpoint)
+            if self.observer is not None:
+                self.observer.ended()
         finally:
             await learner.close()
             self.state.learner = "stopped"
@@ -231,6 +254,8 @@ class TrainingRun:
         self.state.phase = "training"
         self.state.training_since = time.monotonic()
         ended = "done"
+        if self.observer is not None:
+            self.observer.begun(self.state.step)
         try:
             async with asyncio.TaskGroup() as tasks:
                 background = [tasks.create_task(self.generation.produce()), tasks.create_task(self._feed(learner))]
@@ -243,9 +268,9 @@ class TrainingRun:
         except* HarnessRLError as group:
             raise first_error(group) from None
         self._may_update.set()
-        if self._leased:  # solved while the learner was at work: take its last results before anything else is asked of it
+        if self._leased:  # it ended while the learner was at work: take its last results before anything else is asked of it
             await self._record(learner, max(self._leased))
-        return ended
+        return "stopped" if self._stopped else ended
 
     async def _feed(self, learner: LearnerProcess) -> None:
         """Give the learner each closed batch, in order, when it asks."""
@@ -297,9 +322,14 @@ class TrainingRun:
             self.metrics.write({"step": self.state.step, "version": message["version"], "time": time.time(), **line})
             self.state.last = line
             self.state.rewards.append(line[Metric.REWARD])
+            if self.observer is not None and self.observer.step_ended(self.state.step, line) and not self._stopped:
+                self._stopped = True
+                return
 
     def _durable(self, message: Message) -> None:
         self.journal.make_durable(message["step"], message["path"])
+        if self.observer is not None:
+            self.observer.saved(message["step"], Path(message["path"]))
         self.state.say(f"checkpoint {message['path']}")
 
     async def _watch_idle(self) -> None:

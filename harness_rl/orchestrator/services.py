@@ -69,7 +69,7 @@ class Services:
     def for_sessions(self) -> SessionServices:
         rollout = self.config.rollout
         limits: dict[str, Any] = {
-            "max_calls": rollout.max_calls,
+            "max_calls": rollout.max_calls or None,
             "max_output_tokens_per_call": rollout.max_output_tokens_per_call,
             "max_conversation_tokens": rollout.max_conversation_tokens,
             "max_context_tokens": self.engine.info.max_model_len,
@@ -83,6 +83,7 @@ class Services:
             limits=limits,
             rollouts_dir=self.config.run_dir / "rollouts",
             config=self.config,
+            template={"chat_template_kwargs": rollout.chat_template_kwargs},
             proxy_up=self._proxy_up,
             proxy_restarts=lambda: self.proxy.restarts,
             proxy_died=lambda: self.proxy.child.ended(),
@@ -190,9 +191,9 @@ async def services(config: RunConfig, model_path: Path, state: RunState, *, trai
     """
     if config.sandbox.kind == "local":
         await asyncio.to_thread(refuse_unless_able)
-    found = await asyncio.to_thread(reap)
-    if found.sessions:
-        state.say(f"reclaimed {found.sessions} sandboxes that an earlier run left")
+        found = await asyncio.to_thread(reap)
+        if found.sessions:
+            state.say(f"reclaimed {found.sessions} sandboxes that an earlier run left")
     state.engine = "starting"
     state.say("starting the engine" if config.engine.url is None else f"connecting to {config.engine.url}")
     if config.engine.url is None:
@@ -211,7 +212,8 @@ async def services(config: RunConfig, model_path: Path, state: RunState, *, trai
     finally:
         await engine.stop()
         state.engine = "stopped"
-        leaks = await asyncio.to_thread(audit)
-        if leaks.total:
-            state.say(f"LEAK: {leaks}")
-            log.error("leak audit: %s", leaks)
+        if config.sandbox.kind == "local":
+            leaks = await asyncio.to_thread(audit)
+            if leaks.total:
+                state.say(f"LEAK: {leaks}")
+                log.error("leak audit: %s", leaks)

@@ -8,6 +8,9 @@ from typing import Any
 from harness_rl.metrics import Metric, mean, std
 from harness_rl.orchestrator.batches import Batch
 from harness_rl.orchestrator.learner_process import SyncReport
+from harness_rl.sessions.base import HarnessRolloutOutcome
+
+_LOGGED = "log/"
 
 
 def step_metrics(batch: Batch, learner: dict[str, Any], sync: SyncReport | None) -> dict[str, float]:
@@ -39,13 +42,40 @@ def step_metrics(batch: Batch, learner: dict[str, Any], sync: SyncReport | None)
     line["tools/call_frequency"] = mean(outcome.tool_call_count for outcome in outcomes)
     calls = sum(outcome.tool_call_count for outcome in outcomes)
     line["tools/failure_frequency"] = sum(outcome.tool_failure_count for outcome in outcomes) / calls if calls else 0.0
+    line |= _of_sessions(outcomes)
     for reason, count in _calls(batch).items():
         line[f"calls/{reason}"] = count
     line["tokens/sampled"] = sum(len(turn.completion_token_ids) for outcome in outcomes for turn in outcome.trace.turns)
+    line |= {name: value for name, value in _logged(outcomes).items() if name not in line}
     if sync is not None:
         line |= {f"perf/sync_{name}_s": float(seconds) for name, seconds in sync.seconds.items()}
         line |= {f"sync/proof_{name}": float(sync.proof[name]) for name in ("tokens", "mean_abs", "max_abs", "bound") if name in sync.proof}
     return line | {learner_name(name): float(value) for name, value in learner.items() if isinstance(value, int | float)}
+
+
+def _of_sessions(outcomes: list[HarnessRolloutOutcome]) -> dict[str, float]:
+    """What sessions measured under names of this vocabulary (`family/name`): the mean over the rollouts that have it; of each reward
+    function its spread too."""
+    line: dict[str, float] = {}
+    for name, values in _by_name(outcomes).items():
+        if name.startswith("rewards/"):
+            line |= {f"{name}/mean": mean(values), f"{name}/std": std(values)}
+        elif "/" in name and not name.startswith(_LOGGED):
+            line[name] = mean(values)
+    return line
+
+
+def _logged(outcomes: list[HarnessRolloutOutcome]) -> dict[str, float]:
+    """What reward functions logged, under the plain names that they gave."""
+    return {name.removeprefix(_LOGGED): mean(values) for name, values in _by_name(outcomes).items() if name.startswith(_LOGGED)}
+
+
+def _by_name(outcomes: list[HarnessRolloutOutcome]) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {}
+    for outcome in outcomes:
+        for name, value in outcome.metrics.items():
+            found.setdefault(name, []).append(value)
+    return found
 
 
 def learner_name(name: str) -> str:

@@ -1,8 +1,8 @@
 """Warm start: supervised training on demonstrations, captured through the same proxy and trained by the same learner, until success is
 measured in a target range.
 
-A scripted policy plays each task's own solution inside the real agent; the engine renders, tokenises and scores it; the trace says
-`demonstration`. The result is a model folder named by everything that it depends on, so that a second run finds it.
+A scripted policy plays each task's own solution inside the real agent or environment; the engine renders, tokenises and scores it; the
+trace says `demonstration`. The result is a model folder named by everything that it depends on, so that a second run finds it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness_rl.agents.registry import check_name
 from harness_rl.config import RunConfig
 from harness_rl.errors import HarnessRLError
 from harness_rl.learner.rows import Row, build_rows
@@ -31,7 +30,6 @@ from harness_rl.orchestrator.schedule import TaskOrder
 from harness_rl.orchestrator.services import Services
 from harness_rl.paths import cache_dir
 from harness_rl.sessions.base import SessionFactory
-from harness_rl.tasks.load import read_task, solution_commands
 
 
 @dataclass(frozen=True)
@@ -70,11 +68,6 @@ class Target:
         return None
 
 
-def script_of(task: Path, harness: str) -> list[dict[str, Any]]:
-    """A task's solution as assistant turns of a policy inside `harness`. Raises UserError."""
-    return check_name(harness).script(solution_commands(read_task(task)))
-
-
 def warm_start_path(config: RunConfig, factory: SessionFactory, model_path: Path, rows: list[dict[str, Any]]) -> Path:
     """Where the warm start for this config, agent, model and set of tasks lies (or will lie)."""
     digest = hashlib.sha256()
@@ -91,7 +84,7 @@ def warm_start_path(config: RunConfig, factory: SessionFactory, model_path: Path
             if file.stat().st_size < 1 << 20:
                 digest.update(file.read_bytes())
     for row in rows:
-        add([row["prompt"], solution_commands(read_task(Path(row["task_path"])))])
+        add([row.get("prompt"), factory.demonstration(row)])
     return cache_dir("warmup", digest.hexdigest()[:24])
 
 
@@ -192,11 +185,11 @@ async def _train(
             while (message := await learner.next(timeout)).type != "result":
                 continue
             state.say(f"warm-up: {step * section.batch} demonstrations, loss {message['metrics'].get('loss', float('nan')):.3f}")
-            if step * section.batch < section.check_from or step % section.check_every:
+            changed = message["metrics"].get("updates", 1) > 0
+            if step * section.batch < section.check_from or step % section.check_every or not changed:
                 continue
-            assert learner.last_checkpoint is not None, "one is written before each result that is measured"
             success = await _measure(config, runner, rows, state, step)
-            ended = target.see(Check(success, step * section.batch, Path(learner.last_checkpoint["path"])))
+            ended = target.see(Check(success, step * section.batch, await _checkpoint(learner, step, timeout)))
             if ended is not None:
                 coming.cancel()
                 if ended.success > section.target_high:
@@ -208,6 +201,13 @@ async def _train(
         f"warm-up: success stayed below {section.target_low} after {steps * section.batch} demonstrations; "
         "raise warmup.demonstrations or warmup.learning_rate"
     )
+
+
+async def _checkpoint(learner: LearnerProcess, step: int, timeout: float) -> Path:
+    """The folder of the weights that were measured; the learner writes it after the step's result, while we measure, or longer."""
+    while learner.last_checkpoint is None or learner.last_checkpoint["step"] < step:
+        await learner.next(timeout)
+    return Path(learner.last_checkpoint["path"])
 
 
 async def _measure(config: RunConfig, runner: RolloutRunner, rows: list[dict[str, Any]], state: RunState, step: int) -> float:
@@ -233,12 +233,12 @@ async def _demonstrate(config: RunConfig, runner: RolloutRunner, rows: list[dict
 
     async def one(index: int, row: dict[str, Any]) -> list[Row]:
         async with slots:
-            script = script_of(Path(row["task_path"]), runner.factory.identity()["harness"])
+            script = runner.factory.demonstration(row)
             rollout = await runner.run(row, group_id=f"demo-{step:03d}", member=index, seed=index, script=script)
         if rollout.outcome is None or rollout.reward is None or rollout.reward <= 0:
             raise HarnessRLError(
                 f"warm-up: the solution of {task_name(row)} got reward {rollout.reward} ({', '.join(rollout.causes) or 'verified'}); "
-                f"run harness-rl tasks check {row['task_path']}"
+                + (f"run harness-rl tasks check {row['task_path']}" if "task_path" in row else "its demonstration does not solve it")
             )
         found = build_rows(rollout.outcome.trace, rollout.rollout_id, rollout.group_id, origins=frozenset({"demonstration"}))
         for built in found:

@@ -67,6 +67,8 @@ class SessionServices:
     """Of the capture session; `deadline_s` is the wall clock of the whole rollout."""
     rollouts_dir: Path
     config: RunConfig
+    template: dict[str, Any] = field(default_factory=dict)
+    """How the engine renders conversations: `chat_template_kwargs`."""
     proxy_up: asyncio.Event = field(default_factory=set_event)
     """Set while the proxy serves; clear while a dead one is started again."""
     proxy_restarts: Callable[[], int] = int
@@ -139,6 +141,10 @@ class SessionFactory(Protocol):
 
     def bind(self, services: SessionServices) -> None:
         """Lend the run's services; once, before the first `create`."""
+        ...
+
+    def demonstration(self, task: dict[str, Any]) -> list[dict[str, Any]]:
+        """The assistant turns of a policy that solves the task. Raises UserError where there are none."""
         ...
 
     async def create(

@@ -7,7 +7,6 @@ neither read for it nor changed by it.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import re
 import time
@@ -15,12 +14,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from capture_proxy.client import CreatedSession, ProxyClient, ProxyError
 from harness_rl.agents.registry import check_name
 from harness_rl.errors import Cause, UserError
 from harness_rl.sandboxes.hooks import PROXY_PORT
 from harness_rl.sessions.base import RolloutFailure, SessionServices
-from harness_rl.tasks.load import TaskRef, list_tasks, read_task
+from harness_rl.sessions.capture import mint
+from harness_rl.tasks.load import TaskRef, list_tasks, read_task, solution_commands
 
 if TYPE_CHECKING:
     from harness_rl.agents.base import AgentSpec
@@ -93,6 +92,10 @@ class HarborSessionFactory:
         """One row a task: `prompt` (its instruction), `task_name`, `task_path`."""
         return [{"prompt": task.instruction, "task_name": task.name, "task_path": str(task.path)} for task in list_tasks(self.split)]
 
+    def demonstration(self, task: dict[str, Any]) -> list[dict[str, Any]]:
+        """The task's own solution as turns of a policy inside the harness. Raises UserError."""
+        return check_name(self.harness).script(solution_commands(read_task(Path(task["task_path"]))))
+
     def bind(self, services: SessionServices) -> None:
         """Lend the run's services. Imports Harbor (seconds). Raises UserError where it is not installed or the harness is unknown."""
         try:
@@ -145,7 +148,9 @@ class HarborSessionFactory:
         sampling: dict[str, Any] = {**services.sampling, "seed": seed}
         if temperature is not None:
             sampling["temperature"] = temperature
-        capture = await mint(services.proxy, metadata=about, sampling=sampling, limits=services.limits, script=script)
+        capture = await mint(
+            services.proxy, metadata=about, sampling=sampling, limits=services.limits, template=services.template, script=script
+        )
         return HarborSession(self._spec(ref, episode_id, capture.api_key, layers), capture, services, about, sandbox_hooks)
 
     def _spec(self, task: TaskRef, episode_id: str, api_key: str, layers: list[Path]) -> TrialSpec:
@@ -198,21 +203,6 @@ def sandbox_limits(section: SandboxSection) -> dict[str, Any]:
         "storage_mb": section.disk_mb,
         "stop_timeout_s": section.stop_timeout_s,
     }
-
-
-async def mint(proxy: ProxyClient, **about: Any) -> CreatedSession:
-    """A capture session; one that is minted while we are cancelled is deleted again. Raises RolloutFailure."""
-    minting = asyncio.create_task(proxy.create_session(**about))
-    try:
-        await asyncio.wait({minting})
-    except asyncio.CancelledError:
-        with contextlib.suppress(ProxyError):
-            await proxy.delete((await minting).session_id)
-        raise
-    try:
-        return minting.result()
-    except ProxyError as error:
-        raise RolloutFailure(Cause.CAPTURE, f"no capture session: {error}") from error
 
 
 def _agent_config(given: Mapping[str, Any] | str | Path | None, step_limit: int) -> dict[str, Any]:

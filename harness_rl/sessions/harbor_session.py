@@ -18,12 +18,12 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from capture_proxy.client import CreatedSession, ProxyError, handoff_listener
-from capture_proxy.reasons import Reason
+from capture_proxy.client import CreatedSession, handoff_listener
 from harness_rl.errors import Cause
 from harness_rl.sessions.base import HarnessRolloutOutcome, RolloutFailure, SessionServices, VerifyResult
+from harness_rl.sessions.capture import Capture, join, uninterrupted
 from harness_rl.sessions.causes import TrialFacts, classify, facts_of
-from harness_rl.sessions.harbor_trial import TrialRun, TrialSpec, uninterrupted
+from harness_rl.sessions.harbor_trial import TrialRun, TrialSpec
 from harness_rl.sessions.outcome import build_outcome, rollout_record, write_record
 from harness_rl.sessions.verdict import judge
 
@@ -46,24 +46,16 @@ class HarborSession:
         self, spec: TrialSpec, capture: CreatedSession, services: SessionServices, about: dict[str, Any], hooks: SandboxHooks
     ) -> None:
         self.spec = spec
-        self.capture = capture
+        self.capture = Capture(capture, services, spec.stop_timeout_s)
         self._services = services
         self._about = about
         """What the rollout's record says of its origin: task, seed, harness."""
         self._trial = TrialRun(spec, self._agent_ended, partial(hooks, on_listener=self._hand_over))
-        self._seal_grace_s = services.config.rollout.seal_grace_s
         self._left: list[Verification] = []
         """What the agent of each step left running or planted where only the verifier may write."""
-        self._status: dict[str, Any] | None = None
-        self._endpoint: dict[str, Any] | None = None
-        """State of the engines, asked where the agent left a call without an answer: was there nobody to give one?"""
-        self._trace: TrainingTrace | None = None
-        self._trace_failure: RolloutFailure | None = None
         self._failure: RolloutFailure | None = None
         self._verdict: VerifyResult | RolloutFailure | None = None
         self._facts: TrialFacts | None = None
-        self._proxy_restarts = services.proxy_restarts()
-        self._seal_lock = asyncio.Lock()
         self._settling: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
 
@@ -89,9 +81,9 @@ class HarborSession:
 
     def fetch_training_trace(self) -> TrainingTrace:
         """The sealed trace. Raises RolloutFailure where there is none."""
-        if self._trace is None:
-            raise self._trace_failure or RolloutFailure(Cause.CAPTURE, "the session has not run")
-        return self._trace
+        if self.capture.trace is None:
+            raise self.capture.failure or RolloutFailure(Cause.CAPTURE, "the session has not run")
+        return self.capture.trace
 
     def verify(self, transcript: list[dict[str, Any]] | None = None) -> VerifyResult:
         """The verdict that Harbor's verifier gave during `run` (the transcript is not consulted). Raises RolloutFailure."""
@@ -112,17 +104,12 @@ class HarborSession:
         """Stop what still runs and delete the capture session. Idempotent; ends within a few times `sandbox.stop_timeout_s`."""
         if self._closing is None:
             self._closing = asyncio.create_task(self._close(), name=f"close {self.spec.name}")
-        await uninterrupted(_join(self._closing))
+        await uninterrupted(join(self._closing))
 
     async def _close(self) -> None:
         await self._trial.halt()
         await self._settle()
-        try:
-            async with asyncio.timeout(self.spec.stop_timeout_s):
-                await self._services.proxy.delete(self.capture.session_id)
-        except (ProxyError, TimeoutError) as error:
-            if getattr(error, "status", None) != 404:
-                logger.warning("session %s: its capture session was not deleted: %s", self.spec.name, error or type(error).__name__)
+        await self.capture.delete()
 
     async def _hand_over(self, sock: socket.socket) -> None:
         """Give the listener that the sandbox opened to the proxy, for this session alone; our copy is closed once it is not in use."""
@@ -133,7 +120,7 @@ class HarborSession:
     async def _end_with_the_proxy(self) -> None:
         """An agent whose capture route is gone would only wait for its own time limit."""
         await self._services.proxy_died()
-        if self._trace is None:
+        if self.capture.trace is None:
             self._trial.abort(RolloutFailure(Cause.CAPTURE, "the capture proxy died during this rollout"))
 
     async def _agent_ended(self, environment: Any, last: bool) -> None:
@@ -146,49 +133,25 @@ class HarborSession:
         else:
             self._left.append(found)
         if last:
-            await self._seal()
-            if self._trace_failure is not None:
-                self._trial.abort(self._trace_failure)
-
-    async def _seal(self) -> None:
-        """Close the capture session and fetch its trace. Once; a failure is kept, not raised."""
-        async with self._seal_lock:
-            if self._trace is not None or self._trace_failure is not None:
-                return
-            services, session_id = self._services, self.capture.session_id
-            proxy = services.proxy
-            try:
-                async with asyncio.timeout(self._seal_grace_s + self.spec.stop_timeout_s):
-                    status = self._status = await proxy.seal(session_id, grace_s=self._seal_grace_s)
-                    trace = await proxy.trace(session_id)
-                    if status["calls_by_reason"].get(Reason.ABANDONED):
-                        self._endpoint = await proxy.health()
-                if len(trace.turns) != status["turns"]:
-                    raise ValueError(f"it has {len(trace.turns)} turns, the sealed session {status['turns']}")
-            except (ProxyError, TimeoutError) as error:
-                self._trace_failure = RolloutFailure(Cause.CAPTURE, f"the trace could not be fetched: {error or type(error).__name__}")
-            except ValueError as error:
-                self._trace_failure = RolloutFailure(Cause.CAPTURE, f"the trace is not valid: {error}")
-            else:
-                if services.proxy_restarts() == self._proxy_restarts:
-                    self._trace = trace
-                else:  # calls that found nobody listening are in no log
-                    self._trace_failure = RolloutFailure(Cause.CAPTURE, "the capture proxy was started again during this rollout")
+            await self.capture.seal()
+            if self.capture.failure is not None:
+                self._trial.abort(self.capture.failure)
 
     async def _settle(self) -> None:
         """Seal, judge and write the record; once, whoever asks first."""
         if self._settling is None:
             self._settling = asyncio.create_task(self._settled(), name=f"settle {self.spec.name}")
-        await _join(self._settling)
+        await join(self._settling)
 
     async def _settled(self) -> None:
-        await self._seal()
+        await self.capture.seal()
         folder = self.spec.trials_dir
         if self._trial.ended and self.spec.trial_dir.is_dir():
             self.spec.trial_dir.rename(folder / TRIAL_FOLDER)
         result, section = self._trial.result, self._services.config.reward
         if result is not None:
-            self._facts = facts_of(result, self._status or {}, len(self._trace.turns) if self._trace else 0, self._endpoint)
+            turns = len(self.capture.trace.turns) if self.capture.trace else 0
+            self._facts = facts_of(result, self.capture.status or {}, turns, self.capture.endpoint)
             self._failure = self._failure or self._run_failure(self._facts)
             if self._failure is None:
                 try:
@@ -198,7 +161,7 @@ class HarborSession:
         elif self._failure is None:
             self._failure = RolloutFailure(Cause.CANCELLED, "closed before it ran")
         try:
-            await asyncio.to_thread(write_record, folder, self._record(), self._trace)
+            await asyncio.to_thread(write_record, folder, self._record(), self.capture.trace)
         except OSError as error:
             self._failure = self._failure or RolloutFailure(Cause.INTERNAL, f"{folder}: the rollout's record could not be written: {error}")
 
@@ -212,18 +175,12 @@ class HarborSession:
 
     def _run_failure(self, facts: TrialFacts) -> RolloutFailure | None:
         """A sandbox or an agent that never came up explains a missing trace, not the other way round."""
-        if facts.agent_started and self._trace_failure is not None:
-            return self._trace_failure
+        if facts.agent_started and self.capture.failure is not None:
+            return self.capture.failure
         return classify(facts)
 
     def _record(self) -> dict[str, Any]:
         failure = self._failure or (self._verdict if isinstance(self._verdict, RolloutFailure) else None)
-        outcome = self.outcome() if self._trace is not None else None
+        outcome = self.outcome() if self.capture.trace is not None else None
         about = {**self._about, "left_by_agent": [asdict(found) for found in self._left]}
-        return rollout_record(about, outcome, failure, result=self._trial.result, status=self._status)
-
-
-async def _join(task: asyncio.Task[None]) -> None:
-    """Wait for a task that others may wait for too: a cancelled waiter does not cancel it."""
-    await asyncio.wait({task})
-    task.result()
+        return rollout_record(about, outcome, failure, result=self._trial.result, status=self.capture.status)

@@ -13,10 +13,10 @@ import logging
 import os
 import sys
 import tomllib
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from harbor.models.task.verifier_mode import task_has_any_shared_verifier
 from harbor.models.trial.config import AgentConfig, EnvironmentConfig, TaskConfig, TrialConfig, VerifierConfig
@@ -26,10 +26,10 @@ from harbor.trial.trial import Trial
 
 from harness_rl.errors import Cause
 from harness_rl.sessions.base import RolloutFailure
+from harness_rl.sessions.capture import uninterrupted
 from harness_rl.sessions.causes import AGENT_EXITS, SANDBOX_ERRORS
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 _PHASES = {
     TrialEvent.ENVIRONMENT_START: "the sandbox's start",
@@ -203,22 +203,6 @@ class TrialRun:
     async def _note_phase(self, event: TrialHookEvent) -> None:
         if not self._halted:
             self.phase = _PHASES[event.event]
-
-
-async def uninterrupted(work: Coroutine[Any, Any, T]) -> T:
-    """Await `work` (which must be bounded) to its end even when cancelled meanwhile; only then let the cancellation through."""
-    task = asyncio.ensure_future(work)
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.wait({task})
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        if not task.cancelled() and (failure := task.exception()):
-            logger.error("clean-up failed: %s: %s", type(failure).__name__, failure)
-        raise cancelled
-    return task.result()
 
 
 async def _ended(task: asyncio.Task[Any], timeout_s: float) -> bool:

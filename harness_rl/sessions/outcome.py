@@ -32,7 +32,7 @@ _FAILURE_WORDS = re.compile(r"error|failed|traceback|exception", re.IGNORECASE)
 
 def build_outcome(trace: TrainingTrace, verdict: VerifyResult, facts: TrialFacts) -> HarnessRolloutOutcome:
     """The outcome of a rollout; `verdict.env_reward` is None where there is no valid reward."""
-    used = [turn for turn in trace.turns if turn.metadata.get("mask_reason") not in _UNUSED]
+    used = used_turns(trace)
     names = Counter(call.get("function", {}).get("name") or "?" for turn in used for call in _message(turn).get("tool_calls") or [])
     return HarnessRolloutOutcome(
         env_reward=verdict.env_reward,
@@ -46,6 +46,11 @@ def build_outcome(trace: TrainingTrace, verdict: VerifyResult, facts: TrialFacts
         turns=len(trace.turns),
         stop_reason=_stop_reason(facts).value,
     )
+
+
+def used_turns(trace: TrainingTrace) -> list[TrainingTurn]:
+    """The turns whose answers the agent used."""
+    return [turn for turn in trace.turns if turn.metadata.get("mask_reason") not in _UNUSED]
 
 
 def rollout_record(

@@ -34,3 +34,15 @@ def test_the_example_trains_and_leaves_a_checkpoint(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert [line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
     assert (tmp_path / "run" / "checkpoints" / "step-2" / "config.json").is_file()
+
+
+@pytest.mark.full
+@pytest.mark.engine
+def test_the_white_box_example_trains_and_leaves_a_checkpoint(tmp_path: Path) -> None:
+    command = [sys.executable, "examples/train_echo.py", "--steps", "2", "--output-dir", str(tmp_path / "run")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800, stdin=subprocess.DEVNULL, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [1, 2]
+    assert all(line["rewards/EchoEnv/mean"] == pytest.approx(line["reward"]) for line in lines)
+    assert (tmp_path / "run" / "checkpoints" / "step-2" / "config.json").is_file()

@@ -73,3 +73,14 @@ def test_balanced_graded_rewards_sum_to_zero_and_leave_no_more_extreme_rollout_o
     kept = [reward for reward, value in scored if value]
     assert bool(kept) == has_signal(rewards)
     assert all(min(kept) - 1e-9 <= reward <= max(kept) + 1e-9 for reward, _ in scored if kept)
+
+
+def test_leave_one_out_by_hand() -> None:
+    # RLOO: 1 - mean(0, 0, 1) = 2/3, and 0 - mean(1, 0, 1) = -2/3; None is in no one's baseline
+    assert group_advantages([1.0, 0.0, None, 0.0, 1.0], "none", "leave_one_out") == pytest.approx([2 / 3, -2 / 3, None, -2 / 3, 2 / 3])
+    assert group_advantages([3.0, 1.0], "none", "leave_one_out") == [2.0, -2.0]
+    assert group_advantages([3.0, 1.0], "none", "mean") == [1.0, -1.0]
+    assert group_advantages([3.0, 1.0], "std", "leave_one_out") == [2.0, -2.0]  # the group's own deviation is 1
+    assert group_advantages([2.0, 2.0], "none", "leave_one_out") == [0.0, 0.0]
+    with pytest.raises(ValueError, match="mean or leave_one_out"):
+        group_advantages([0.0, 1.0], "std", "median")  # type: ignore[arg-type]

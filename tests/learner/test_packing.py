@@ -66,6 +66,7 @@ def test_d25_per_token_weights_of_each_normalisation() -> None:
     long = build_rows(trace(turn("a", [1], [2] * 1000)), "long", "g")
     assert term_weights(short + long, "token") == pytest.approx([1 / 1010, 1 / 1010])
     assert term_weights(short + long, "rollout") == pytest.approx([1 / 20, 1 / 2000])
+    assert term_weights(short + long, "constant", 500, rollouts=4) == pytest.approx([1 / 2000, 1 / 2000])
 
 
 def test_invariant_3_splitting_a_rollout_changes_no_weight() -> None:

@@ -170,6 +170,36 @@ def test_wire_round_trip() -> None:
         rows_from_wire(metas, arrays)
 
 
+def test_wire_round_trip_of_per_token_advantages() -> None:
+    rows = random_rows(4, rollouts=3)
+    rows[1].token_advantages = np.arange(len(rows[1]), dtype=np.float32)
+    metas, arrays = rows_to_wire(rows)
+    back = rows_from_wire(metas, arrays)
+    assert [row.token_advantages is None for row in back] == [True, False, True]
+    assert back[1].credit.tolist() == list(range(len(rows[1]))) and set(back[0].credit.tolist()) == {rows[0].advantage}
+    arrays["token_advantages"] = arrays["token_advantages"][1:]
+    with pytest.raises(ValueError, match="'token_advantages'"):
+        rows_from_wire(metas, arrays)
+
+
+@pytest.mark.parametrize("bad", [np.ones(3, np.float32), np.full(1, np.nan, np.float32)])
+def test_per_token_advantages_of_another_length_or_not_finite_are_refused(bad: np.ndarray) -> None:  # type: ignore[type-arg]
+    (row,) = random_rows(5, rollouts=1)
+    row.token_advantages = bad if len(bad) > 1 else np.resize(bad, len(row))
+    with pytest.raises(RowMismatch, match=r"token_advantages is|not usable"):
+        verify_row(row)
+
+
+def test_packed_per_token_advantages_are_checked() -> None:
+    (row,) = random_rows(6, rollouts=1)
+    row.token_advantages = np.arange(len(row), dtype=np.float32)
+    (pack,) = pack_rows([row], [0], 4096, [1.0], "k-0")
+    verify_packed(row, pack.view(0))
+    pack.advantages[0] += 1
+    with pytest.raises(RowMismatch, match="advantage"):
+        verify_packed(row, pack.view(0))
+
+
 # The checks of invariant 1, each fired by the fault it is there for.
 
 

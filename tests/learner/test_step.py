@@ -11,12 +11,12 @@ import pytest
 import torch
 from learner_helpers import alone, random_rows, row_logprobs, sampled_by, tiny_policy, trace, turn
 
-from harness_rl.errors import InvariantError, LearnerError
+from harness_rl.errors import InvariantError, LearnerError, UserError
 from harness_rl.learner import packing
 from harness_rl.learner import step as step_module
 from harness_rl.learner.rows import Row, RowState, build_rows
 from harness_rl.learner.spec import LearnerSpec
-from harness_rl.learner.step import Trainer
+from harness_rl.learner.step import Trainer, scheduled
 
 
 def trainer(**spec: Any) -> Trainer:
@@ -255,6 +255,19 @@ def test_warm_up_then_constant() -> None:
     assert seen == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
 
 
+def test_a_decay_goes_to_nothing_at_the_last_update_and_never_below() -> None:
+    """Four of warm-up, then 1 at the fifth of twelve and 0 after the last: a line, and half a cosine through the same ends."""
+    line = [scheduled(done, 4, 12, "linear") for done in range(14)]
+    assert line == [0.25, 0.5, 0.75, 1.0, 1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125, 0.0, 0.0]
+    cosine = [scheduled(done, 4, 12, "cosine") for done in (4, 8, 12)]
+    assert cosine == pytest.approx([1.0, 0.5, 0.0])
+    t = trainer(learning_rate=2.0, schedule="linear", total_updates=4)
+    t.updates = 1
+    assert t.learning_rate() == 1.5
+    with pytest.raises(UserError, match="a linear schedule over 4 updates has nothing after 4 of warm-up"):
+        trainer(schedule="linear", total_updates=4, warmup_steps=4)
+
+
 def test_sft_trains_rows_without_advantage_and_makes_them_likelier() -> None:
     t = trainer(objective="sft", learning_rate=3e-3)
     rows = random_rows(16)
@@ -294,3 +307,84 @@ def test_the_first_update_is_adams_with_the_epsilon_that_was_asked_for() -> None
     t.step(rows, "k-0")
     for old, new, g in zip(before, weights(t), gradient, strict=True):
         torch.testing.assert_close(new, old - 1e-2 * g / (g.abs() + 0.1), rtol=1e-4, atol=1e-7)
+
+
+def scaled(gradient: list[torch.Tensor], factor: float) -> list[torch.Tensor]:
+    return [g * factor for g in gradient]
+
+
+def test_constant_normalisation_divides_by_all_rollouts_times_the_constant() -> None:
+    """Dr. GRPO: 1 / (G L) for each token, where G counts the rollout without advantage too; per token of the step it is 1 / n."""
+    rows = random_rows(19)
+    rows[0].advantage = 0.0
+    tokens = sum(int(row.trained.sum()) for row in rows[1:])
+    by_token = grads_of(trainer(), rows)
+    constant = grads_of(trainer(loss_normalisation="constant", loss_constant=50.0), rows)
+    assert_close(constant, scaled(by_token, tokens / (len(rows) * 50.0)))
+
+
+def test_per_token_advantages_are_those_of_the_loss() -> None:
+    """A row whose tokens have advantages 0, 1 and -2 pushes as three rows would, each with its own; at the formula's weight."""
+    rows = random_rows(20)
+    one = copy.deepcopy(rows[0])
+    pattern = np.zeros(len(one), dtype=np.float32)
+    pattern[np.flatnonzero(one.trained)] = np.resize([0.0, 1.0, -2.0], int(one.trained.sum()))
+    parts = []
+    for value in (1.0, -2.0):
+        part = copy.deepcopy(one)
+        part.advantage = value
+        part.token_advantages = np.where(pattern == value, pattern, np.float32(0))
+        parts.append(grads_of(trainer(), [part]))
+    one.token_advantages = pattern
+    assert_close(grads_of(trainer(), [one]), [a + b for a, b in zip(*parts, strict=True)])
+
+
+def test_rows_without_any_credit_are_not_forwarded() -> None:
+    rows = random_rows(21, rollouts=4)
+    rows[0].advantage = 0.0
+    rows[1].token_advantages = np.zeros(len(rows[1]), dtype=np.float32)
+    report = trainer().step(rows, "k-0")
+    assert [report.states[row.row_id] for row in rows[:2]] == [RowState.ZERO_ADVANTAGE] * 2
+    assert report.metrics["tokens/forwarded"] <= sum(len(row) for row in rows[2:])
+
+
+def with_reference(seed: int, **spec: Any) -> Trainer:
+    defaults: dict[str, Any] = {"model": "-", "run_dir": "-", "lineage": "k", "learning_rate": 1e-2, "micro_batch_tokens": 128}
+    return Trainer(tiny_policy(), LearnerSpec(**(defaults | spec)), tiny_policy(seed))
+
+
+def test_the_kl_term_is_zero_at_the_reference_and_pulls_back_to_it() -> None:
+    rows = random_rows(22)
+    for row in rows:
+        row.advantage = 0.0  # nothing but the KL term
+    at_home = with_reference(0, kl_beta=0.5)
+    metrics = at_home.step(rows, "k-0").metrics
+    assert metrics["kl_reference"] == pytest.approx(0, abs=1e-6) and metrics["rows/trained"] == len(rows)
+    assert metrics["grad_norm"] < 1e-4
+
+    away = with_reference(1, kl_beta=0.5, learning_rate=3e-3)
+    distances = [away.step(rows, "k-0").metrics["kl_reference"] for _ in range(8)]
+    assert distances[-1] < 0.7 * distances[0]
+    # k3 by hand on the tokens of the first row, at the start
+    trained = np.flatnonzero(rows[0].trained) - 1
+    pi, reference = (row_logprobs(tiny_policy(seed).model, rows[0].ids.tolist())[trained].double() for seed in (0, 1))
+    by_hand = (torch.exp(reference - pi) - 1 - (reference - pi)).mean()
+    alone_first = with_reference(1, kl_beta=0.5).step(rows[:1], "k-0").metrics["kl_reference"]
+    assert alone_first == pytest.approx(float(by_hand), rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["dapo", "dr_grpo", "cispo", "gspo", "dppo_tv", "dppo_kl"])
+def test_every_objective_takes_a_step(name: str) -> None:
+    t = trainer(objective=name, minibatches=2)
+    before = weights(t)
+    report = t.step(sampled_by(t.policy, random_rows(23)), "k-0")
+    assert report.updated and math.isfinite(report.metrics["loss"])
+    assert any(not torch.equal(a, b) for a, b in zip(before, weights(t), strict=True))
+
+
+def test_gspo_ratios_do_not_depend_on_how_rows_are_packed() -> None:
+    rows = random_rows(24)
+    one = grads_of(trainer(objective="gspo", ratio="behaviour", epsilon_low=0.9, epsilon_high=9.0, micro_batch_tokens=4096), rows)
+    size = max(len(row) for row in rows)
+    many = grads_of(trainer(objective="gspo", ratio="behaviour", epsilon_low=0.9, epsilon_high=9.0, micro_batch_tokens=size), rows)
+    assert_close(one, many)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from capture_proxy.trace import TrainingTrace, hash_ids, hash_sample
 from harness_rl.sessions.base import HarnessRolloutOutcome, VerifyResult
+from harness_rl.tasks.load import read_task, solution_commands
 
 
 def trace(version: str = "t-0", prompt: tuple[int, ...] = (1, 2), completion: tuple[int, ...] = (3, 4)) -> TrainingTrace:
@@ -97,6 +99,9 @@ class FakeFactory:
 
     def identity(self) -> dict[str, Any]:
         return {"harness": "fake"}
+
+    def demonstration(self, task: dict[str, Any]) -> list[dict[str, Any]]:
+        return [{"content": solution_commands(read_task(Path(task["task_path"])))}]
 
     def bind(self, services: Any) -> None:
         pass

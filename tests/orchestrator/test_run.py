@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from types import SimpleNamespace
+from unittest.mock import AsyncMock, MagicMock
 
 import pytest
 from orchestrator.fakes import FakeFactory, outcome
 
 from harness_rl.config import RunConfig
 from harness_rl.errors import Cause, HarnessRLError, InvariantError
-from harness_rl.metrics import RunState
+from harness_rl.learner.link import Message
+from harness_rl.metrics import MetricsLog, RunState
 from harness_rl.orchestrator.batches import Assembler, Batch, Group
 from harness_rl.orchestrator.evaluate import evaluate
 from harness_rl.orchestrator.generation import Generation
@@ -142,6 +144,42 @@ async def test_an_evaluation_that_a_death_cut_short_is_made_again_under_ids_of_i
     assert (found.reward, sorted(factory.episodes)) == (1.0, ["start-000-0r1", "start-000-1"])
 
 
+async def test_an_observer_hears_of_each_written_step_and_can_end_the_run(tmp_path):
+    """The learner's results that are still on their way are taken, and the run says how it ended."""
+    heard, group = [], Group("g", "t", [Rollout("g-0", "g", 0, 1, 1.0, outcome(1.0), [], 1.0)])
+
+    class Observer:
+        def begun(self, step):
+            heard.append(("begun", step))
+
+        def step_ended(self, step, line):
+            heard.append((step, line["reward"], len(run.metrics.take_back(step))))
+            return step >= 2
+
+        def saved(self, step, path):
+            heard.append(("saved", step))
+
+        def ended(self): ...
+
+    messages = iter([Message("result", {"step": n, "version": f"a-{n}", "rows": {}, "metrics": {}}) for n in (1, 2, 3)])
+
+    async def following(timeout):
+        return next(messages)
+
+    run = a_run()
+    run.observer, run.journal = Observer(), MagicMock()
+    run.metrics = MetricsLog(tmp_path / "metrics.jsonl")
+    run._leased = {n: Batch(n, [group], [], [group], False) for n in (1, 2, 3)}
+    run.generation = SimpleNamespace(seconds_paced=0.0, weights_are=AsyncMock())
+    learner = SimpleNamespace(next=following, last_sync=None)
+    await run._record(learner, 9)
+    assert (run.state.step, run._stopped) == (2, True)
+    await run._record(learner, 3)
+    assert (run.state.step, heard) == (3, [(1, 1.0, 1), (2, 1.0, 2), (3, 1.0, 3)])
+    run._durable(Message("checkpoint", {"step": 3, "path": "x"}))
+    assert heard[-1] == ("saved", 3)
+
+
 def test_step_metrics_count_every_scored_rollout_and_every_call_once():
     def group(name, rewards):
         return Group(name, "t", [Rollout(f"{name}-{n}", name, n, 1, r, outcome(r), [], 1.0) for n, r in enumerate(rewards)])
@@ -155,6 +193,20 @@ def test_step_metrics_count_every_scored_rollout_and_every_call_once():
     assert (line["calls/trained"], line["calls/zero_variance"]) == (2, 2)
     assert Counter(rollout for rollout in line if rollout.startswith("calls/")).total() == 2
     assert (line["rollout/failed/verifier"], line["perf/forward_s"], line["rows/trained"]) == (3, 2.0, 2.0)
+
+
+def test_step_metrics_tell_each_reward_function_and_what_it_logged_by_name():
+    """What a session measured for some rollouts only is the mean over those; a logged name never hides one of ours."""
+    metrics = [
+        {"rewards/win": 1.0, "rewards/Wordle": 0.5, "log/moves": 3.0, "log/reward": 9.0, "env/reset_s": 0.2, "aux": 7.0},
+        {"rewards/win": 0.0, "log/moves": 5.0, "env/reset_s": 0.4},
+    ]
+    rollouts = [Rollout(f"g-{n}", "g", n, 1, 0.0, outcome(float(n), metrics=m), [], 1.0) for n, m in enumerate(metrics)]
+    group = Group("g", "t", rollouts)
+    line = step_metrics(Batch(1, [group], [], [group], False), {}, None)
+    assert (line["rewards/win/mean"], line["rewards/win/std"], line["rewards/Wordle/mean"]) == (0.5, 0.5, 0.5)
+    assert (line["moves"], line["env/reset_s"], line["reward"]) == (4.0, pytest.approx(0.3), 0.0)
+    assert "aux" not in line
 
 
 @pytest.mark.parametrize(

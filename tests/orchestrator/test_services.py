@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -18,6 +19,7 @@ from harness_rl.config import RunConfig
 from harness_rl.errors import EngineError, HarnessRLError, UserError
 from harness_rl.metrics import RunState
 from harness_rl.orchestrator import proxy_process
+from harness_rl.orchestrator import services as module
 from harness_rl.orchestrator.proxy_process import start_proxy
 from harness_rl.orchestrator.services import Services
 
@@ -183,3 +185,19 @@ async def test_a_busy_proxy_port_is_the_users_mistake(tmp_path):
         section = RunConfig.model_validate({"proxy": {"port": port}}).proxy
         with pytest.raises(UserError, match=f"proxy.port {port} is in use; choose another or 0"):
             await start_proxy(section, engine_url=NOBODY, model="policy", run_dir=tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["local", "none"])
+async def test_a_run_without_sandboxes_looks_for_none(tmp_path, monkeypatch, kind):
+    """White-box environments train as any user, on machines that have no bubblewrap."""
+    asked: list[str] = []
+    nothing = SimpleNamespace(sessions=0, total=0)
+    for name in ("refuse_unless_able", "reap", "audit"):
+        monkeypatch.setattr(module, name, lambda name=name: asked.append(name) or nothing)
+    engine = SimpleNamespace(url="http://e", model="policy", require=lambda **_: None, stop=AsyncMock())
+    monkeypatch.setattr(module, "launch", AsyncMock(return_value=engine))
+    monkeypatch.setattr(module, "start_proxy", AsyncMock(return_value=SimpleNamespace(stop=AsyncMock())))
+    config = RunConfig.model_validate({"sandbox": {"kind": kind}, "run": {"dir": tmp_path}})
+    async with module.services(config, tmp_path, RunState("t", 1)) as running:
+        assert running.engine is engine
+    assert asked == (["refuse_unless_able", "reap", "audit"] if kind == "local" else [])

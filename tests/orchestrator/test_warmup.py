@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from orchestrator.fakes import FakeFactory
 
 from harness_rl.config import RunConfig
 from harness_rl.errors import UserError
-from harness_rl.orchestrator.warmup import Check, Target, _publish, read_warm_start, script_of, warm_start_path
+from harness_rl.learner.link import Message
+from harness_rl.orchestrator.warmup import Check, Target, _checkpoint, _publish, read_warm_start, warm_start_path
+from harness_rl.sessions.harbor import HarborSessionFactory
 
 
 @pytest.fixture
@@ -23,13 +26,15 @@ def task(tmp_path: Path) -> Path:
 
 
 def test_a_demonstration_is_the_solution_and_then_the_end_as_the_harness_knows_it(task):
-    commands = [turn["tool_calls"][0]["arguments"]["command"] for turn in script_of(task, "mini-swe-agent")]
+    row = {"prompt": "Write a to b.txt.", "task_path": str(task)}
+    mini, opencode = (HarborSessionFactory(split=task, harness=name) for name in ("mini-swe-agent", "opencode"))
+    commands = [turn["tool_calls"][0]["arguments"]["command"] for turn in mini.demonstration(row)]
     assert commands == ["echo a > b.txt", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"]
-    work, end = script_of(task, "opencode")
+    work, end = opencode.demonstration(row)
     assert work["tool_calls"][0]["arguments"]["command"] == "echo a > b.txt" and end == {"content": "Done."}
     (task / "solution" / "solve.sh").write_text("#!/bin/bash\n")
     with pytest.raises(UserError, match="holds no command"):
-        script_of(task, "mini-swe-agent")
+        mini.demonstration(row)
 
 
 def test_a_warm_start_is_named_by_everything_it_depends_on(task, tmp_path, monkeypatch):
@@ -74,6 +79,18 @@ def test_a_warm_start_ends_inside_its_range_where_a_check_lay_there(tmp_path, me
     assert ended[:-1] == [None] * (len(checks) - 1)
     assert ended[-1] == (None if ends_at is None else checks[ends_at])
     assert ends_at is not None or target.inside == checks[-1]
+
+
+async def test_the_weights_that_were_measured_are_waited_for(tmp_path):
+    """On a slow disk a checkpoint comes later than the measurement ends: the one before it is another policy, and may be gone already."""
+    learner = SimpleNamespace(last_checkpoint=Message("checkpoint", {"step": 1, "path": "step-1"}))
+
+    async def following(timeout):
+        learner.last_checkpoint = Message("checkpoint", {"step": learner.last_checkpoint["step"] + 1, "path": "step-2"})
+
+    learner.next = following
+    assert await _checkpoint(learner, 2, 1.0) == Path("step-2")
+    assert await _checkpoint(learner, 2, 1.0) == Path("step-2")
 
 
 def test_only_a_whole_warm_start_is_found(tmp_path):

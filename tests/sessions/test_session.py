@@ -19,7 +19,7 @@ from capture_proxy.client import ProxyError
 from capture_proxy.trace import TrainingTrace
 from harness_rl.errors import Cause
 from harness_rl.sessions.base import RolloutFailure
-from harness_rl.sessions.harbor import mint
+from harness_rl.sessions.capture import mint
 from harness_rl.sessions.harbor_session import HarborSession
 
 from .fakes import Bench, World, exit_code, named, write_task

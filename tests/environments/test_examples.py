@@ -1,0 +1,70 @@
+"""The examples' environments: their demonstrations win through the real loop, and their rewards are what they say."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from environments.bench import Bench
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"example_{name}", ROOT / "examples" / "envs" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def environment(module: ModuleType) -> Any:
+    return next(kind for name, kind in vars(module).items() if name.endswith("Env"))
+
+
+@pytest.mark.parametrize("name", ["echo", "catch"])
+async def test_a_demonstration_has_the_full_reward(bench: Bench, name: str):
+    module = load(name)
+    factory = bench.factory(environment(module), rows=module.rows(), demonstrations=module.demonstration)
+    for row in factory.prompt_rows()[::7]:
+        session = await bench.play(factory, row, script=factory.demonstration(row))
+        assert (session.verify().env_reward, session.outcome().tool_failure_count) == (1.0, 0), row
+
+
+def test_echo_gives_credit_for_coming_close():
+    game = load("echo").EchoEnv()
+    game.reset(word="river")
+    assert game.get_reward() == 0.0
+    game.echo("rive")
+    assert game.get_reward() == pytest.approx(2 * 4 / 9)
+    with pytest.raises(ValueError, match="must be a text"):
+        game.echo({"a": 1})
+    game.echo("river")
+    assert game.get_reward() == 1.0
+
+
+@pytest.mark.parametrize(
+    ("moves", "reward"),
+    [([], 0.0), (["right"], 0.0), (["right", "right"], 1.0), (["right", "stay"], 0.5), (["left", "left"], 0.0), (["right"] * 3, 1.0)],
+)
+def test_catch_scores_where_the_ball_lands(moves: list[str], reward: float):
+    game = load("catch").CatchEnv()
+    assert game.reset(ball=3, paddle=1) == "ball 3 you 1"
+    for number, direction in enumerate(moves):
+        if number == 2:
+            with pytest.raises(ValueError, match="The game is over"):
+                game.move(direction)
+        else:
+            game.move(direction)
+    assert game.get_reward() == reward
+
+
+def test_the_rows_are_plain_data():
+    for name in ("echo", "catch"):
+        assert json.loads(json.dumps(load(name).rows())) == load(name).rows()
