@@ -115,6 +115,10 @@ class RolloutSection(Section):
     """Everything after a rollout's first prompt, tool results included."""
     chat_template_kwargs: dict[str, Any] = {}
     """For the model's chat template, as `enable_thinking = false`."""
+    history: Literal["template", "keep_reasoning"] = "template"
+    """What the model sees of its earlier thinking: what template and agent show, or all of it, so that every conversation is one row."""
+    control_tokens: Literal["as_engine", "split"] = "as_engine"
+    """What a control token becomes that a tool's output quotes: one of the engine's, or the text that it is."""
     max_calls: int = Field(8, ge=0)
     """Answers of the model in one rollout; 0 = no such limit."""
     deadline_s: float = Field(300.0, gt=0)

@@ -61,7 +61,7 @@ class ProxyProcess:
         shutil.rmtree(self.handoff_socket.parent, ignore_errors=True)
 
 
-async def start_proxy(section: ProxySection, *, engine_url: str, model: str, run_dir: Path) -> ProxyProcess:
+async def start_proxy(section: ProxySection, *, engine_url: str, model: str, run_dir: Path, tokenizer: Path | None = None) -> ProxyProcess:
     """Start it and wait for its ready line. Raises UserError for a port in use, HarnessRLError when it dies or is late."""
     key = secrets.token_hex(32)
     key_file = run_dir / "capture" / ".admin-key"
@@ -74,6 +74,8 @@ async def start_proxy(section: ProxySection, *, engine_url: str, model: str, run
     argv = [sys.executable, "-m", "capture_proxy", "--engine", engine_url, "--model", model]
     argv += ["--store", str(run_dir / "capture"), "--admin-key-file", str(key_file), "--host", section.host]
     argv += ["--handoff-socket", str(handoff), "--capture", section.capture, "--durability", section.durability]
+    if tokenizer is not None:
+        argv += ["--tokenizer", str(tokenizer)]
     try:
         child, url = await _spawn([*argv, "--port", str(section.port)], run_dir / "logs" / "proxy.log", section)
     except BaseException:

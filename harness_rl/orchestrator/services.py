@@ -20,7 +20,7 @@ from capture_proxy.client import ProxyError
 from harness_rl.config import RunConfig
 from harness_rl.engines.environment import torch_python
 from harness_rl.engines.vllm import Engine, connect, launch
-from harness_rl.errors import EngineError, HarnessRLError, first_error
+from harness_rl.errors import EngineError, HarnessRLError, UserError, first_error
 from harness_rl.metrics import RunState
 from harness_rl.orchestrator.proxy_process import ProxyProcess, start_proxy
 from harness_rl.processes import Child
@@ -83,7 +83,8 @@ class Services:
             limits=limits,
             rollouts_dir=self.config.run_dir / "rollouts",
             config=self.config,
-            template={"chat_template_kwargs": rollout.chat_template_kwargs},
+            template={"chat_template_kwargs": rollout.chat_template_kwargs, "control_tokens": rollout.control_tokens},
+            history=rollout.history,
             proxy_up=self._proxy_up,
             proxy_restarts=lambda: self.proxy.restarts,
             proxy_died=lambda: self.proxy.child.ended(),
@@ -176,6 +177,16 @@ class Services:
             await resync()
 
 
+def tokenizer_file(model_path: Path) -> Path:
+    """The model's tokenizer, by which quoted control tokens are told from real ones. Raises UserError where it has none in this form."""
+    path = model_path / "tokenizer.json"
+    if not path.is_file():
+        raise UserError(
+            f"rollout.control_tokens = split needs {path}, which is not there; save the model's fast tokenizer, or use as_engine"
+        )
+    return path
+
+
 async def _ends_soon(child: Child) -> bool:
     """A connection may break a moment before the kernel reports the death of its owner."""
     with contextlib.suppress(TimeoutError):
@@ -204,7 +215,9 @@ async def services(config: RunConfig, model_path: Path, state: RunState, *, trai
         engine.require(trains=trains, tokens=config.proxy.capture == "tokens")
         state.engine = "ready"
         state.say(f"engine ready: {engine.url}")
-        proxy = await start_proxy(config.proxy, engine_url=engine.url, model=engine.model, run_dir=config.run_dir)
+        split = config.rollout.control_tokens == "split"
+        tokenizer = tokenizer_file(model_path) if split else None
+        proxy = await start_proxy(config.proxy, engine_url=engine.url, model=engine.model, run_dir=config.run_dir, tokenizer=tokenizer)
         try:
             yield Services(config, engine, proxy, state)
         finally:

@@ -68,7 +68,9 @@ class SessionServices:
     rollouts_dir: Path
     config: RunConfig
     template: dict[str, Any] = field(default_factory=dict)
-    """How the engine renders conversations: `chat_template_kwargs`."""
+    """How the engine renders conversations: `chat_template_kwargs`, `control_tokens`."""
+    history: str = "template"
+    """What the model sees of its earlier thinking."""
     proxy_up: asyncio.Event = field(default_factory=set_event)
     """Set while the proxy serves; clear while a dead one is started again."""
     proxy_restarts: Callable[[], int] = int

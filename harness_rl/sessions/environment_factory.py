@@ -138,6 +138,7 @@ class EnvironmentSessionFactory:
             sampling=sampling,
             limits=services.limits,
             template=services.template,
+            history=services.history,
             roles={"off": [rule.name for rule in RULES]},  # this agent makes no side calls, whatever its prompts say
             script=script,
         )

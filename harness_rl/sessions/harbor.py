@@ -149,7 +149,13 @@ class HarborSessionFactory:
         if temperature is not None:
             sampling["temperature"] = temperature
         capture = await mint(
-            services.proxy, metadata=about, sampling=sampling, limits=services.limits, template=services.template, script=script
+            services.proxy,
+            metadata=about,
+            sampling=sampling,
+            limits=services.limits,
+            template=services.template,
+            history=services.history,
+            script=script,
         )
         return HarborSession(self._spec(ref, episode_id, capture.api_key, layers), capture, services, about, sandbox_hooks)
 

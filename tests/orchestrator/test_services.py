@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -21,7 +22,8 @@ from harness_rl.metrics import RunState
 from harness_rl.orchestrator import proxy_process
 from harness_rl.orchestrator import services as module
 from harness_rl.orchestrator.proxy_process import start_proxy
-from harness_rl.orchestrator.services import Services
+from harness_rl.orchestrator.services import Services, tokenizer_file
+from harness_rl.sessions.capture import mint
 
 NOBODY = "http://127.0.0.1:9"
 """The engine of proxies that are never asked for tokens."""
@@ -201,3 +203,21 @@ async def test_a_run_without_sandboxes_looks_for_none(tmp_path, monkeypatch, kin
     async with module.services(config, tmp_path, RunState("t", 1)) as running:
         assert running.engine is engine
     assert asked == (["refuse_unless_able", "reap", "audit"] if kind == "local" else [])
+
+
+async def test_sessions_get_the_runs_policy_of_history_and_control_tokens(tmp_path):
+    tokenizer = tmp_path / "tokenizer.json"
+    tokenizer.write_text(json.dumps({"added_tokens": [], "model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}))
+    rollout = {"history": "keep_reasoning", "control_tokens": "split", "chat_template_kwargs": {"enable_thinking": False}}
+    config = RunConfig.model_validate({"run": {"dir": str(tmp_path)}, "rollout": rollout})
+    found = tokenizer_file(tmp_path)
+    process = await start_proxy(config.proxy, engine_url=NOBODY, model="policy", run_dir=tmp_path, tokenizer=found)
+    try:
+        lent = Services(config, FakeEngine(), process, RunState("test", 1)).for_sessions()
+        created = await mint(lent.proxy, template=lent.template, history=lent.history)
+        (log,) = (tmp_path / "capture").glob(f"{created.session_id}.log")
+        assert b'"history":"keep_reasoning"' in log.read_bytes() and b'"control_tokens":"split"' in log.read_bytes()
+    finally:
+        await process.stop()
+    with pytest.raises(UserError, match=r"control_tokens = split needs .*nowhere/tokenizer\.json"):
+        tokenizer_file(tmp_path / "nowhere")
