@@ -178,6 +178,8 @@ class LearnerSection(Section):
     """Over the optimizer step: each token alike, each rollout alike, or each token 1 / (rollouts * loss_constant)."""
     loss_constant: float | None = Field(None, gt=0)
     """Tokens; None = rollout.max_conversation_tokens."""
+    packing: Literal["auto", "plain"] = "auto"
+    """auto: rows that begin alike share those tokens, where the model's layers allow it; plain: nothing is shared."""
     gradient_checkpointing: bool = False
     threads: int = Field(0, ge=0)
     audit: bool = False

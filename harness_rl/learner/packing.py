@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from harness_rl.learner.prefixtree import PrefixTree, fold, prefix_order, shared_prefix
+from harness_rl.learner.prefixtree import PrefixTree, fold, prefix_order, shared_prefix, side_by_side
 from harness_rl.learner.rows import PackedRow, Row, parse_version
 
 Normalisation = Literal["token", "rollout", "constant"]
@@ -110,16 +110,20 @@ def term_weights(rows: Sequence[Row], normalisation: Normalisation, constant: fl
     return [1.0 / (trained * of_rollout[row.rollout_id]) if of_rollout[row.rollout_id] else 0.0 for row in rows]
 
 
-def pack_rows(rows: Sequence[Row], chosen: Sequence[int], budget: int, weights: Sequence[float], current: str) -> list[Pack]:
+def pack_rows(
+    rows: Sequence[Row], chosen: Sequence[int], budget: int, weights: Sequence[float], current: str, share: bool = True
+) -> list[Pack]:
     """Pack `rows[i] for i in chosen` (weights aligned with `chosen`) into micro-batches of at most `budget` tokens, shared ones once.
 
-    Rows that begin alike stay together; such families go largest first into the fullest pack that still has room. Raises ValueError for
-    a row over the budget: the caller has counted it as oversize.
+    Rows that begin alike stay together; such families go largest first into the fullest pack that still has room. Without `share` each row
+    lies whole beside the others. Raises ValueError for a row over the budget: the caller has counted it as oversize.
     """
     for i in chosen:
         if len(rows[i]) > budget:
             raise ValueError(f"row {rows[i].row_id} has {len(rows[i])} tokens, a micro-batch {budget}")
-    families = sorted(_families([rows[i].ids for i in chosen], budget), key=lambda family: -family[1])
+    sequences = [rows[i].ids for i in chosen]
+    found = _families(sequences, budget) if share else [([k], len(ids)) for k, ids in enumerate(sequences)]
+    families = sorted(found, key=lambda family: -family[1])
     bins: list[list[int]] = []
     room: list[int] = []
     for members, size in families:
@@ -132,7 +136,7 @@ def pack_rows(rows: Sequence[Row], chosen: Sequence[int], budget: int, weights: 
             room.append(budget)
         bins[best] += members
         room[best] -= size
-    return [_lay_out(rows, [chosen[k] for k in members], [weights[k] for k in members], current) for members in bins]
+    return [_lay_out(rows, [chosen[k] for k in members], [weights[k] for k in members], current, share) for members in bins]
 
 
 def _families(sequences: Sequence[NDArray[np.int32]], budget: int) -> list[tuple[list[int], int]]:
@@ -150,9 +154,9 @@ def _families(sequences: Sequence[NDArray[np.int32]], budget: int) -> list[tuple
     return families
 
 
-def _lay_out(rows: Sequence[Row], members: list[int], weights: list[float], current: str) -> Pack:
+def _lay_out(rows: Sequence[Row], members: list[int], weights: list[float], current: str, share: bool) -> Pack:
     picked = [rows[i] for i in members]
-    tree = fold([row.ids for row in picked])
+    tree = (fold if share else side_by_side)([row.ids for row in picked])
     found = [loss_terms(row.trained, path) for row, path in zip(picked, tree.paths, strict=True)]
     counts = [len(sampled) for _, sampled in found]
 

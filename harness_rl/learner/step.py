@@ -61,6 +61,7 @@ class Trainer:
         """`reference` is the policy of the KL term; it is needed where `spec.kl_beta` is not 0, and never trained."""
         self.policy, self.spec, self.reference = policy, spec, reference
         self.objective = objectives.build(spec)
+        self.shares = spec.packing == "auto" and policy.shares_prefixes
         if self.objective.needs_reference and reference is None:
             raise ValueError("kl_beta is not 0 and there is no reference policy")
         self.parameters = [p for p in policy.model.parameters() if p.requires_grad]
@@ -150,7 +151,7 @@ class Trainer:
             rollouts = len({row.rollout_id for row in rows if row.group_id in groups})
             picked = [rows[i] for i in members]
             weights = term_weights(picked, self.spec.loss_normalisation, self.spec.loss_constant, rollouts)
-            packs = pack_rows(rows, members, self.spec.micro_batch_tokens, weights, current)
+            packs = pack_rows(rows, members, self.spec.micro_batch_tokens, weights, current, self.shares)
             wrong = {i: mismatch for pack in packs for i, mismatch in _mismatches(rows, pack)}
             if not wrong:
                 return packs

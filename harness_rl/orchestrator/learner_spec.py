@@ -41,6 +41,7 @@ def learner_spec(config: RunConfig, services: Services, model: Path, lineage: st
         loss_constant=learner.loss_constant or float(config.rollout.max_conversation_tokens),
         minibatches=learner.minibatches,
         micro_batch_tokens=learner.micro_batch_tokens,
+        packing=learner.packing,
         gradient_checkpointing=learner.gradient_checkpointing,
         audit=learner.audit,
         max_rejected_rows=learner.max_rejected_rows,
