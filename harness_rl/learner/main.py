@@ -6,6 +6,7 @@ when the engines hold, provably, the weights that the result names.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -114,6 +115,7 @@ class Learner:
         self.step += 1
         if self.spec.audit:
             write_audit(Path(self.spec.run_dir) / "audit" / f"step-{self.step}.npz", report.consumed)
+        self._write_worst(report)
         metrics = report.metrics
         metrics["seconds/wait_batch"] = waited
         if report.updated:
@@ -129,6 +131,12 @@ class Learner:
         )
         if report.updated and self.spec.checkpoint_every and self.step % self.spec.checkpoint_every == 0:
             self._save()  # after the result, so that control has written down every step that a checkpoint covers
+
+    def _write_worst(self, report: StepReport) -> None:
+        """One line a step: the rows on which engine and learner differ most. `version` tells a step from the same one before a restart."""
+        line = {"step": self.step, "version": self.version, "rows": report.worst}
+        with (Path(self.spec.run_dir) / "worst_rows.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
 
     def _push_weights(self, rows: Sequence[NDArray[np.int32]]) -> dict[str, float]:
         """Hold, sync, prove, release. Returns the sync's metrics; empty without engines, or when control asks to stop instead.

@@ -13,8 +13,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from harness_rl.learner.mismatch import token_ages, token_causes
 from harness_rl.learner.prefixtree import PrefixTree, fold, prefix_order, shared_prefix, side_by_side
-from harness_rl.learner.rows import PackedRow, Row, parse_version
+from harness_rl.learner.rows import PackedRow, Row
 
 Normalisation = Literal["token", "rollout", "constant"]
 
@@ -43,6 +44,8 @@ class Pack:
     """[N] place in `rows` of the row of each term."""
     ages: NDArray[np.int32]
     """[N] optimizer steps since the policy that sampled the target; 0 = the one in training."""
+    causes: NDArray[np.uint8]
+    """[N] index into `mismatch.CAUSES`: why engine and learner may differ on the target."""
 
     @property
     def tokens(self) -> int:
@@ -73,20 +76,6 @@ def loss_terms(trained: NDArray[np.bool_], path: NDArray[np.int64]) -> tuple[NDA
     """
     sampled = np.flatnonzero(trained[1:]) + 1
     return path[sampled - 1], sampled
-
-
-def token_ages(row: Row, current: str) -> NDArray[np.int32]:
-    """[L] optimizer steps between the policy that sampled each token and `current`; 0 where the token is not sampled.
-
-    A token of another lineage (sampled before a restart) is never taken for one of the current policy: its age is at least 1.
-    """
-    lineage, step = parse_version(current)
-    ages = np.zeros(len(row), dtype=np.int32)
-    for span in row.spans:
-        for version, start, end in span.versions:
-            token_lineage, token_step = parse_version(version)
-            ages[start:end] = step - token_step if token_lineage == lineage else max(1, step - token_step)
-    return ages
 
 
 def term_weights(rows: Sequence[Row], normalisation: Normalisation, constant: float = 0.0, rollouts: int = 0) -> list[float]:
@@ -178,6 +167,7 @@ def _lay_out(rows: Sequence[Row], members: list[int], weights: list[float], curr
         weights=of_rows(weights),
         sequence=np.repeat(np.arange(len(members)), counts),
         ages=of_terms(token_ages(row, current) for row in picked),
+        causes=of_terms(token_causes(row, current) for row in picked),
     )
 
 

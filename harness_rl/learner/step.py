@@ -34,6 +34,8 @@ class StepReport:
     reasons: dict[str, str]
     """Of the rejected rows."""
     metrics: dict[str, float] = field(default_factory=dict)
+    worst: list[dict[str, Any]] = field(default_factory=list)
+    """The ten rows on which engine and learner differ most (see mismatch.worst_rows)."""
     consumed: list[tuple[Row, PackedRow]] = field(default_factory=list)
     """The trained rows with what the loss consumed of each."""
     updated: bool = False
@@ -112,7 +114,8 @@ class Trainer:
             raise LearnerError(f"{self._skipped_in_a_row} steps in a row had a gradient that is not finite; the last good weights are kept")
         consumed = [(rows[i], pack.view(r)) for packs in minibatches for pack in packs for r, i in enumerate(pack.rows)]
         forwarded = sum(pack.tokens for packs in minibatches for pack in packs)
-        return StepReport(states, reasons, self._metrics(rows, states, forwarded, log, norms, clock), consumed, updated)
+        metrics = self._metrics(rows, states, forwarded, log, norms, clock)
+        return StepReport(states, reasons, metrics, log.worst(rows), consumed, updated)
 
     def _admit(self, rows: Sequence[Row]) -> tuple[dict[str, RowState], dict[str, str]]:
         """The state of every row before packing; TRAINED means that it goes on."""
@@ -287,6 +290,9 @@ def _record(
     log.behaviour.append(np.asarray(pack.behaviour))
     log.entropies.append(take(entropies))
     log.ages.append(pack.ages)
+    log.causes.append(pack.causes)
+    log.owner.append(np.asarray(pack.rows)[pack.sequence])
+    log.position.append(pack.tree.positions[pack.predicts] + 1)
     for name, flag in result.flags.items():
         log.flags.setdefault(name, []).append(take(flag))
     for name, value in result.values.items():

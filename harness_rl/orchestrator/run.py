@@ -38,6 +38,7 @@ from harness_rl.orchestrator.rewards import RewardFunction
 from harness_rl.orchestrator.rollout import RolloutRunner
 from harness_rl.orchestrator.schedule import TaskOrder
 from harness_rl.orchestrator.services import Services
+from harness_rl.orchestrator.staleness import StaleWatch, used_rollouts
 from harness_rl.orchestrator.stepmetrics import step_metrics
 from harness_rl.sessions.base import SessionFactory
 
@@ -98,6 +99,7 @@ class TrainingRun:
     _update_waits: bool = False
     """The learner is at its first update and waits for `_may_update`."""
     _leased: dict[int, Batch] = field(default_factory=dict)
+    _stale_watch: StaleWatch = field(default_factory=StaleWatch)
     _line: dict[str, int] = field(default_factory=dict)
     """Earlier lineages that the present weights come from, with their last proven steps."""
     _stopped: bool = False
@@ -313,6 +315,8 @@ class TrainingRun:
             # A step that changed nothing (no finite gradient) has no sync to tell the pacer.
             await self.generation.weights_are(batch.step)
             line = step_metrics(batch, message["metrics"], learner.last_sync)
+            for alarm in self._stale_watch.observe(used_rollouts(batch)):
+                self.state.say(alarm)
             now = time.monotonic()
             line[Metric.STEP_SECONDS], since = now - since, now
             line[Metric.TRAINED_TOK_S] = line.get("tokens/trained", 0.0) / line[Metric.STEP_SECONDS]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -128,6 +129,32 @@ async def test_run_save_and_resume(
     await link.send("stop", save=False)
     await expect(link, "bye")
     assert await process.exit_code() == 0
+
+
+async def test_the_reference_is_where_the_run_began_also_after_a_resume_and_the_worst_rows_are_written(
+    model_folder: Path, tmp_path: Path, link: LearnerLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def steps(first: int, last: int, **more: Any) -> list[float]:
+        process = Process(spec_of(model_folder, tmp_path / "run", None, kl_beta=0.1, **more), link, monkeypatch)
+        await expect(link, "hello")
+        distances = []
+        for step in range(first, last + 1):
+            await link.send_batch(step, rows_at(0, lineage=more.get("lineage", "k"), seed=1), 10)
+            distances.append((await expect(link, "result"))["metrics"]["kl_reference"])
+        await link.send("stop", save=True)
+        await expect(link, "checkpoint")
+        await expect(link, "bye")
+        assert await process.exit_code() == 0
+        await expect(link, "closed")
+        return distances
+
+    before = await steps(1, 3)
+    assert before[0] == pytest.approx(0, abs=1e-6) and before[2] > 1e-4
+    (after,) = await steps(4, 4, resume=True, lineage="n")
+    assert after > 1e-4  # a reference that had moved to the checkpoint would be at distance 0
+    lines = [json.loads(line) for line in (tmp_path / "run" / "worst_rows.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["version"]) for line in lines] == [(1, "k-0"), (2, "k-1"), (3, "k-2"), (4, "n-3")]
+    assert all(len(line["rows"]) == 6 for line in lines) and lines[3]["rows"][0]["worst"]["cause"] == "stale"
 
 
 async def test_e05_a_failed_proof_stops_the_run_with_the_cause(

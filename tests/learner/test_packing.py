@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from learner_helpers import branching_rows, conversation, random_rows, trace, turn
 
-from harness_rl.learner.packing import loss_terms, pack_rows, split_groups, term_weights, token_ages
+from harness_rl.learner.mismatch import token_ages
+from harness_rl.learner.packing import loss_terms, pack_rows, split_groups, term_weights
 from harness_rl.learner.rows import Row, build_rows, verify_packed
 
 
