@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from harness_rl.learner.mismatch import CAUSES, worst_rows
+from harness_rl.learner.mismatch import CAUSES, token_ages, token_causes, worst_rows
+from harness_rl.learner.packing import Pack
 from harness_rl.learner.rows import Row, RowState
 
 Floats = NDArray[np.float32]
@@ -63,6 +64,16 @@ class TermLog:
         if "clip_low" in self.flags:
             metrics["clip_ratio"] = metrics["clip_low_ratio"] + metrics["clip_high_ratio"]
         return metrics
+
+    def date(self, pack: Pack, rows: Sequence[Row], current: str) -> None:
+        """Add what depends on the policy in training: the age of each term's token, and why engine and learner may differ on it."""
+        sampled = pack.sampled
+        for r, i in enumerate(pack.rows):
+            mine = sampled[pack.term_bounds[r] : pack.term_bounds[r + 1]]
+            self.ages.append(token_ages(rows[i], current)[mine])
+            self.causes.append(token_causes(rows[i], current)[mine])
+        self.owner.append(np.asarray(pack.rows)[pack.sequence])
+        self.position.append(sampled)
 
     def worst(self, rows: Sequence[Row]) -> list[dict[str, Any]]:
         """The ten rows on which engine and learner differ most; see `mismatch.worst_rows`."""

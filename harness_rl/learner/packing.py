@@ -13,7 +13,6 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from harness_rl.learner.mismatch import token_ages, token_causes
 from harness_rl.learner.prefixtree import PrefixTree, fold, prefix_order, shared_prefix, side_by_side
 from harness_rl.learner.rows import PackedRow, Row
 
@@ -42,10 +41,6 @@ class Pack:
     """[N] share of each term in the optimizer step (see `term_weights`)."""
     sequence: NDArray[np.int64]
     """[N] place in `rows` of the row of each term."""
-    ages: NDArray[np.int32]
-    """[N] optimizer steps since the policy that sampled the target; 0 = the one in training."""
-    causes: NDArray[np.uint8]
-    """[N] index into `mismatch.CAUSES`: why engine and learner may differ on the target."""
 
     @property
     def tokens(self) -> int:
@@ -54,6 +49,11 @@ class Pack:
     @property
     def terms(self) -> int:
         return len(self.targets)
+
+    @property
+    def sampled(self) -> NDArray[np.int64]:
+        """[N] place of each target in its row."""
+        return self.tree.positions[self.predicts] + 1
 
     def view(self, r: int) -> PackedRow:
         """What the model is given and the loss reads for row r, for `rows.verify_packed`. A term off the row's path predicts from -1."""
@@ -99,9 +99,7 @@ def term_weights(rows: Sequence[Row], normalisation: Normalisation, constant: fl
     return [1.0 / (trained * of_rollout[row.rollout_id]) if of_rollout[row.rollout_id] else 0.0 for row in rows]
 
 
-def pack_rows(
-    rows: Sequence[Row], chosen: Sequence[int], budget: int, weights: Sequence[float], current: str, share: bool = True
-) -> list[Pack]:
+def pack_rows(rows: Sequence[Row], chosen: Sequence[int], budget: int, weights: Sequence[float], share: bool = True) -> list[Pack]:
     """Pack `rows[i] for i in chosen` (weights aligned with `chosen`) into micro-batches of at most `budget` tokens, shared ones once.
 
     Rows that begin alike stay together; such families go largest first into the fullest pack that still has room. Without `share` each row
@@ -125,7 +123,7 @@ def pack_rows(
             room.append(budget)
         bins[best] += members
         room[best] -= size
-    return [_lay_out(rows, [chosen[k] for k in members], [weights[k] for k in members], current, share) for members in bins]
+    return [_lay_out(rows, [chosen[k] for k in members], [weights[k] for k in members], share) for members in bins]
 
 
 def _families(sequences: Sequence[NDArray[np.int32]], budget: int) -> list[tuple[list[int], int]]:
@@ -143,7 +141,7 @@ def _families(sequences: Sequence[NDArray[np.int32]], budget: int) -> list[tuple
     return families
 
 
-def _lay_out(rows: Sequence[Row], members: list[int], weights: list[float], current: str, share: bool) -> Pack:
+def _lay_out(rows: Sequence[Row], members: list[int], weights: list[float], share: bool) -> Pack:
     picked = [rows[i] for i in members]
     tree = (fold if share else side_by_side)([row.ids for row in picked])
     found = [loss_terms(row.trained, path) for row, path in zip(picked, tree.paths, strict=True)]
@@ -166,8 +164,6 @@ def _lay_out(rows: Sequence[Row], members: list[int], weights: list[float], curr
         temperatures=of_rows(row.temperature for row in picked),
         weights=of_rows(weights),
         sequence=np.repeat(np.arange(len(members)), counts),
-        ages=of_terms(token_ages(row, current) for row in picked),
-        causes=of_terms(token_causes(row, current) for row in picked),
     )
 
 

@@ -42,6 +42,18 @@ class StepReport:
     """False: the weights are what they were (nothing to train, or a gradient that was not finite)."""
 
 
+@dataclass
+class Prepared:
+    """A batch before its first forward: every row has a state, those to be trained are packed and proven."""
+
+    rows: Sequence[Row]
+    states: dict[str, RowState]
+    reasons: dict[str, str]
+    minibatches: list[list[Pack]]
+    seconds: float
+    """What it took."""
+
+
 class Clock:
     """Seconds by name; on a GPU each span waits for the work it started."""
 
@@ -83,16 +95,21 @@ class Trainer:
         self.rejected = 0
         self._skipped_in_a_row = 0
 
-    def step(self, rows: Sequence[Row], current: str) -> StepReport:
+    def prepare(self, rows: Sequence[Row]) -> Prepared:
+        """Admit, pack and prove one batch. Reads nothing that a step changes: another thread may do it while one trains."""
+        began = time.perf_counter()
+        states, reasons = self._admit(rows)
+        chosen = [i for i, row in enumerate(rows) if states[row.row_id] is RowState.TRAINED]
+        minibatches = [self._pack(rows, members, states, reasons) for members in split_groups(rows, chosen, self.spec.minibatches)]
+        return Prepared(rows, states, reasons, minibatches, time.perf_counter() - began)
+
+    def step(self, batch: Sequence[Row] | Prepared, current: str) -> StepReport:
         """Train on one batch; `current` is the version of the weights as they are. Raises InvariantError or LearnerError at a bound."""
         clock = Clock(self.policy.device)
         with clock("pack"):
-            states, reasons = self._admit(rows)
-            chosen = [i for i, row in enumerate(rows) if states[row.row_id] is RowState.TRAINED]
-            minibatches = [
-                self._pack(rows, members, current, states, reasons) for members in split_groups(rows, chosen, self.spec.minibatches)
-            ]
-            self._count_rejected(reasons)
+            prepared = batch if isinstance(batch, Prepared) else self.prepare(batch)
+        rows, states, reasons, minibatches = prepared.rows, prepared.states, prepared.reasons, prepared.minibatches
+        self._count_rejected(reasons)
         with clock("forward"):
             old = self._old_logprobs(minibatches)
         log, norms, updated = TermLog(), [], False
@@ -101,6 +118,7 @@ class Trainer:
                 continue
             for pack in packs:
                 self._accumulate(pack, old.get(id(pack)), log, clock)
+                log.date(pack, rows, current)
             with clock("optimizer"):
                 norms.append(self._update())
             if math.isfinite(norms[-1]):
@@ -144,9 +162,7 @@ class Trainer:
             return RowState.ZERO_ADVANTAGE
         return RowState.TRAINED
 
-    def _pack(
-        self, rows: Sequence[Row], members: Sequence[int], current: str, states: dict[str, RowState], reasons: dict[str, str]
-    ) -> list[Pack]:
+    def _pack(self, rows: Sequence[Row], members: Sequence[int], states: dict[str, RowState], reasons: dict[str, str]) -> list[Pack]:
         """Packs of `members`, proven row by row. A row whose packed form is wrong is rejected and the rest packed anew."""
         members = list(members)
         while members:
@@ -154,7 +170,7 @@ class Trainer:
             rollouts = len({row.rollout_id for row in rows if row.group_id in groups})
             picked = [rows[i] for i in members]
             weights = term_weights(picked, self.spec.loss_normalisation, self.spec.loss_constant, rollouts)
-            packs = pack_rows(rows, members, self.spec.micro_batch_tokens, weights, current, self.shares)
+            packs = pack_rows(rows, members, self.spec.micro_batch_tokens, weights, self.shares)
             wrong = {i: mismatch for pack in packs for i, mismatch in _mismatches(rows, pack)}
             if not wrong:
                 return packs
@@ -289,10 +305,6 @@ def _record(
     log.old.append(take(old))
     log.behaviour.append(np.asarray(pack.behaviour))
     log.entropies.append(take(entropies))
-    log.ages.append(pack.ages)
-    log.causes.append(pack.causes)
-    log.owner.append(np.asarray(pack.rows)[pack.sequence])
-    log.position.append(pack.tree.positions[pack.predicts] + 1)
     for name, flag in result.flags.items():
         log.flags.setdefault(name, []).append(take(flag))
     for name, value in result.values.items():

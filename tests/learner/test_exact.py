@@ -103,7 +103,7 @@ def _grad(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 
 def packed(policy: Policy, rows: Sequence[Row], budget: int = 10_000) -> list[Pack]:
-    return pack_rows(rows, range(len(rows)), budget, term_weights(rows, "token"), "k-0", policy.shares_prefixes)
+    return pack_rows(rows, range(len(rows)), budget, term_weights(rows, "token"), policy.shares_prefixes)
 
 
 def assert_equal(
@@ -172,8 +172,8 @@ def test_unknown_kinds_of_attention_are_refused_by_name() -> None:
         Policy.wrap(model, torch.float32)
 
 
-def one_at_a_time(rows: Any, chosen: Any, budget: int, weights: Any, current: str, share: bool) -> list[Pack]:
-    return [pack_rows(rows, [i], budget, [w], current, share)[0] for i, w in zip(chosen, weights, strict=True)]
+def one_at_a_time(rows: Any, chosen: Any, budget: int, weights: Any, share: bool) -> list[Pack]:
+    return [pack_rows(rows, [i], budget, [w], share)[0] for i, w in zip(chosen, weights, strict=True)]
 
 
 def trained(model: Any, dtype: torch.dtype, steps: int = 5, **spec: Any) -> list[torch.Tensor]:

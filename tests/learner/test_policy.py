@@ -18,7 +18,7 @@ from harness_rl.learner.prefixtree import fold
 def pack_of(rows, temperature: float = 1.0):  # type: ignore[no-untyped-def]
     for row in rows:
         row.temperature = temperature
-    (pack,) = pack_rows(rows, range(len(rows)), 10_000, term_weights(rows, "token"), "k-0")
+    (pack,) = pack_rows(rows, range(len(rows)), 10_000, term_weights(rows, "token"))
     return pack
 
 
