@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from harness_rl.errors import InvariantError, LearnerError
-from harness_rl.learner import objectives
+from harness_rl.learner import objectives, rng
 from harness_rl.learner.metrics import TermLog, row_metrics
 from harness_rl.learner.objectives.base import Terms, TokenLoss
 from harness_rl.learner.packing import Pack, pack_rows, split_groups, term_weights
@@ -259,14 +259,15 @@ class Trainer:
             "signal": self.signal.state(),
             "updates": self.updates,
             "rejected": self.rejected,
-            "rng": torch.get_rng_state(),
+            "skipped_in_a_row": self._skipped_in_a_row,
+            "rng": rng.states(),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         self.optimizer.load_state_dict(state["optimizer"])
         self.signal.restore(state["signal"])
-        self.updates, self.rejected = state["updates"], state["rejected"]
-        torch.set_rng_state(state["rng"])
+        self.updates, self.rejected, self._skipped_in_a_row = state["updates"], state["rejected"], state["skipped_in_a_row"]
+        rng.restore(state["rng"])
 
 
 def scheduled(done: int, warmup: int, total: int, schedule: str) -> float:

@@ -158,6 +158,36 @@ async def test_the_reference_is_where_the_run_began_also_after_a_resume_and_the_
     assert all(len(line["rows"]) == 6 for line in lines) and lines[3]["rows"][0]["worst"]["cause"] == "stale"
 
 
+async def test_resumed_equals_uninterrupted_bit_by_bit(
+    model_folder: Path, tmp_path: Path, link: LearnerLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One stream of batches, through one process and through three: the same losses, norms, rates and weights."""
+    more: dict[str, Any] = {"warmup_steps": 4, "scale_by_signal": True, "minibatches": 2, "kl_beta": 0.05, "checkpoint_every": 1}
+    watched = ("loss", "grad_norm", "learning_rate", "grad_signal_share", "kl_reference", "entropy")
+
+    async def through(folder: Path, ends: list[int]) -> tuple[list[list[float]], bytes]:
+        seen = []
+        first = 1
+        for n, last in enumerate(ends):
+            process = Process(spec_of(model_folder, folder, None, resume=n > 0, lineage=f"n{n}", **more), link, monkeypatch)
+            assert (await expect(link, "hello"))["step"] == first - 1
+            for step in range(first, last + 1):
+                await link.send_batch(step, rows_at(0, lineage="data", seed=step), 10)
+                result = await expect(link, "result")
+                await expect(link, "checkpoint")
+                seen.append([result["metrics"][name] for name in watched])
+            first = last + 1
+            await link.send("stop", save=False)
+            await expect(link, "bye")
+            assert await process.exit_code() == 0
+            await expect(link, "closed")
+        return seen, (folder / "checkpoints" / f"step-{ends[-1]}" / "model.safetensors").read_bytes()
+
+    whole, pieces = await through(tmp_path / "whole", [6]), await through(tmp_path / "pieces", [2, 3, 6])
+    assert whole[0] == pieces[0] and len(whole[0]) == 6
+    assert whole[1] == pieces[1]
+
+
 async def test_the_next_batch_is_packed_off_the_training_thread_while_this_one_trains(
     model_folder: Path, tmp_path: Path, link: LearnerLink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
