@@ -13,6 +13,7 @@ from typing import Literal
 
 from harness_rl.learner.advantages import balanced_group_advantages, group_advantages, has_signal
 from harness_rl.learner.rows import Row, build_rows
+from harness_rl.orchestrator.credit import AdvantageFunction, ask, give
 from harness_rl.orchestrator.rollout import Rollout
 
 
@@ -62,6 +63,8 @@ class Assembler:
     scale: Literal["std", "none"]
     _: KW_ONLY
     baseline: Literal["mean", "leave_one_out"] = "mean"
+    function: AdvantageFunction | None = None
+    """The user's own, in place of all the above."""
     balance: bool = False
     shuffle: bool = False
     seed: int = 0
@@ -118,6 +121,8 @@ class Assembler:
         return Batch(self.batches_closed, groups, rows, considered, short=not full)
 
     def _rows(self, group: Group) -> list[Row]:
+        if self.function is not None:
+            return self._rows_by(self.function, group)
         rewards = [rollout.reward for rollout in group.rollouts]
         advantages = (
             balanced_group_advantages(rewards, self.scale) if self.balance else group_advantages(rewards, self.scale, self.baseline)
@@ -131,6 +136,16 @@ class Assembler:
             for row in build_rows(rollout.outcome.trace, rollout.rollout_id, group.group_id, counts=self.row_counts):
                 row.advantage = advantage
                 rows.append(row)
+        return rows
+
+    def _rows_by(self, function: AdvantageFunction, group: Group) -> list[Row]:
+        scored = [(r.rollout_id, r.outcome, r.reward) for r in group.rollouts if r.outcome is not None and r.reward is not None]
+        credits = ask(function, [outcome for _, outcome, _ in scored], [reward for _, _, reward in scored])
+        rows = []
+        for (rollout_id, outcome, _), credit in zip(scored, credits, strict=True):
+            built = build_rows(outcome.trace, rollout_id, group.group_id, counts=self.row_counts)
+            give(built, credit)
+            rows += built
         return rows
 
 

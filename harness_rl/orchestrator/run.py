@@ -28,6 +28,7 @@ from harness_rl.learner.link import Message
 from harness_rl.learner.rows import mark_stale, parse_version
 from harness_rl.metrics import Metric, MetricsLog, RunState, mean
 from harness_rl.orchestrator.batches import Assembler, Batch
+from harness_rl.orchestrator.credit import AdvantageFunction
 from harness_rl.orchestrator.evaluate import Evaluation, evaluate
 from harness_rl.orchestrator.generation import Generation
 from harness_rl.orchestrator.journal import GroupState, Journal
@@ -84,6 +85,7 @@ class TrainingRun:
     journal: Journal
     model_path: Path
     eval_factory: SessionFactory | None = None
+    advantage_function: AdvantageFunction | None = None
     resume: bool = False
     """Go on from the run folder's newest checkpoint."""
     observer: Observer | None = None
@@ -131,13 +133,14 @@ class TrainingRun:
             config.rollout.max_group_replacements,
             config.rollout.normalise_advantage,
             baseline=config.rollout.advantage_baseline,
+            function=self.advantage_function,
             balance=config.rollout.balance_groups,
             shuffle=config.rollout.shuffle_advantages,
             seed=config.run.seed,
         )
         self.state.learner = "starting"
         learner = await start_learner(
-            learner_spec(config, self.services, self.model_path, self.lineage, resume=self.resume),
+            learner_spec(config, self.services, self.model_path, self.lineage, resume=self.resume, reference=self._started_from()),
             python=self.services.torch_python(config.learner.python),
             env=self.services.learner_env,
             hooks=SyncHooks(self._hold, self._release, self.services.excuse_failed_sync),
@@ -172,6 +175,12 @@ class TrainingRun:
             await learner.close()
             self.state.learner = "stopped"
         return RunResult(config.run_dir, self.state.step, Path(checkpoint["path"]), self.evaluations, ended)
+
+    def _started_from(self) -> str:
+        """The model before the run's first step; a resumed run's `model_path` is where its weights are looked for when none are saved."""
+        found = self.journal.meta("started_from") or str(self.model_path)
+        self.journal.set_meta("started_from", found)
+        return str(found)
 
     def _go_on_from(self, step: int) -> Restored:
         """Journal, metrics and state of a run whose weights are those after `step`; 0 for a fresh one."""
