@@ -96,12 +96,13 @@ class Assembler:
     def latest_batch(self, running: int) -> int:
         """Index (from 0) of the latest batch that a group started now could join, when `running` groups are under way.
 
-        The batches ahead of it fill with usable groups, or are closed short by groups without signal; whichever is faster. Groups that
-        are overtaken by later ones can still end in a later batch.
+        The batches ahead of it fill with usable groups; or the one that is being filled is closed short by groups without signal, and the
+        rest then fill from nothing. Groups that are overtaken by later ones can still end in a later batch.
         """
         by_usable = (len(self.ready) + running) // self.groups_per_step
-        by_bound = (len(self.considered) - self._in_idle_rounds + running) // self.bound
-        return self.batches_closed + max(by_usable, by_bound)
+        until_short = self.bound - (len(self.considered) - self._in_idle_rounds)
+        after_short = 0 if running < until_short else 1 + (running - until_short) // self.groups_per_step
+        return self.batches_closed + max(by_usable, after_short)
 
     def close(self) -> Batch | None:
         """The next batch, or None if more groups are needed."""
