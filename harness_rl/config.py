@@ -133,6 +133,9 @@ class RolloutSection(Section):
     """Of a rollout: the mean reward of its group, or of the group's others (RLOO)."""
     normalise_advantage: Literal["std", "none"] = "std"
     """Divide by the group's standard deviation, or by nothing."""
+    advantage_function: str | None = None
+    """`module:function` or `file.py:function` of your own, in place of baseline and spread: (outcomes, rewards) of a group's scored
+    rollouts -> for each a number, or {node_id: a number, or one for each sampled token}. Groups of one reward are still left out."""
     balance_groups: bool = False
     """Train as many rollouts above their group's mean as below it, the best and the worst; the others get advantage 0."""
     shuffle_advantages: bool = False
@@ -182,6 +185,8 @@ class LearnerSection(Section):
     """Over the optimizer step: each token alike, each rollout alike, or each token 1 / (rollouts * loss_constant)."""
     loss_constant: float | None = Field(None, gt=0)
     """Tokens; None = rollout.max_conversation_tokens."""
+    packing: Literal["auto", "plain"] = "auto"
+    """auto: rows that begin alike share those tokens, where the model's layers allow it; plain: nothing is shared."""
     gradient_checkpointing: bool = False
     threads: int = Field(0, ge=0)
     audit: bool = False
@@ -290,6 +295,8 @@ class RunConfig(Section):
         check_objective(self.learner.objective)
         if self.learner.corrections is not None:
             parse_corrections(self.learner.corrections, self.learner.truncation, self.learner.ratio)
+        if self.rollout.advantage_function and (self.rollout.balance_groups or self.rollout.shuffle_advantages):
+            raise ValueError("rollout.advantage_function gives the advantages; leave balance_groups and shuffle_advantages out")
         if self.rollout.balance_groups and self.rollout.advantage_baseline != "mean":
             raise ValueError("rollout.balance_groups takes the mean as its baseline; leave advantage_baseline out")
         if self.warmup.target_low >= self.warmup.target_high:

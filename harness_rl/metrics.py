@@ -22,7 +22,9 @@ from typing import Any
 class Metric(StrEnum):
     """Names in a metrics line that somebody reads again; TRL's where TRL has one. All are of one step.
 
-    Open families: `rows/<RowState>` and `calls/<Reason>` count, `tokens/<kind>` counts, `perf/<part>_s` are seconds.
+    Open families: `rows/<RowState>` and `calls/<Reason>` count, `tokens/<kind>` counts, `perf/<part>_s` are seconds;
+    `sample/stale_share/task/<task>` and `/<quarter by duration>` are shares of the tokens that could train; `mismatch/<cause>/*` are engine
+    against learner.
     """
 
     STEP = "step"

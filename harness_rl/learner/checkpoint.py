@@ -1,8 +1,9 @@
 """Checkpoints that are whole or do not count: `checkpoints/step-N/` with a marker, `COMPLETE`, written last.
 
 Everything is written under a temporary name, at last the marker, which lists every file with size and hash; flushed to disk; and renamed,
-so that a kill at any moment leaves a whole checkpoint or none. A folder without a marker, or that disagrees with it, is skipped by name.
-The folder itself is a model in Hugging Face format.
+so that a kill at any moment leaves a whole checkpoint or none. What it replaces or outlives is deleted after that: until the new one
+counts, the previous one does. A folder without a marker, or that disagrees with it, is skipped by name. The folder itself is a model in
+Hugging Face format.
 """
 
 from __future__ import annotations
@@ -63,8 +64,11 @@ def save(root: Path, step: int, version: str, model: Any, source: Path | None, s
         (temporary / MARKER).write_text(json.dumps(marker, indent=1) + "\n")
         _flushed_hash(temporary / MARKER)
         _sync_folder(temporary)
-        shutil.rmtree(final, ignore_errors=True)  # of a line that a crash took back
+        aside = root / f".step-{step}.{os.getpid()}.old"
+        if final.exists():  # of a line that a crash took back
+            final.rename(aside)
         temporary.rename(final)
+        shutil.rmtree(aside, ignore_errors=True)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise LearnerError(f"checkpoint {final} could not be written: {error}") from error
@@ -97,10 +101,17 @@ def load_state(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def clean(root: Path) -> None:
-    """Remove what a killed `save` left behind."""
-    if root.is_dir():
-        for path in root.glob(".step-*.tmp"):
+    """Remove what a killed `save` left behind; what it had put aside goes back if nothing took its place."""
+    if not root.is_dir():
+        return
+    for path in root.glob(".step-*.old"):
+        final = root / path.name.split(".")[1]
+        if final.exists():
             shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.rename(final)
+    for path in root.glob(".step-*.tmp"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _folders(root: Path) -> list[tuple[int, Path]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import os
+import selectors
 import socket
 import struct
 import time
@@ -261,7 +262,7 @@ async def _read(reader: asyncio.StreamReader, header_limit: int, array_limit: in
 
 
 class ControlLink:
-    """The learner's end: blocking, one thread.
+    """The learner's end: blocking, used by one thread at a time.
 
     Sends hello, pull, sync_begin, sync_done, result, checkpoint, failed and bye; `wait_for` returns the first message of the wanted types
     and keeps batches that come earlier. A `stop` is remembered (`stopping`) and returned by any `wait_for` that lists it.
@@ -304,14 +305,31 @@ class ControlLink:
                     self._pending.remove(message)
                     return message
             message = self._receive(deadline, f"control: {' or '.join(sorted(types))} did not come in {timeout:.0f} s")
-            if message.type == "stop":
-                self.stopping = message
-            elif message.type in types:
+            if message.type != "stop" and message.type in types:
                 return message
-            elif message.type in ("batch", "resync") and len(self._pending) < CREDIT + 1:
-                self._pending.append(message)  # came early, on credit
-            else:
-                raise LinkError(f"unexpected {message.type!r} from control while waiting for {' or '.join(sorted(types))}")
+            self._keep(message, " or ".join(sorted(types)))
+
+    def read_early(self, woken: socket.socket) -> Message | None:
+        """The next message, kept for `wait_for` too, or None as soon as `woken` has something to read. The caller owns the link until then.
+
+        Raises LinkError as `wait_for` does; a message that has begun must end within the deadline of a write.
+        """
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._socket, selectors.EVENT_READ)
+            selector.register(woken, selectors.EVENT_READ)
+            if any(key.fileobj is woken for key, _ in selector.select()):
+                return None
+        message = self._receive(time.monotonic() + self._write_timeout, f"control stalled in a message for {self._write_timeout:.0f} s")
+        self._keep(message, "the end of a step")
+        return message
+
+    def _keep(self, message: Message, awaited: str) -> None:
+        if message.type == "stop":
+            self.stopping = message
+        elif message.type in ("batch", "resync") and len(self._pending) < CREDIT + 1:
+            self._pending.append(message)  # came early, on credit
+        else:
+            raise LinkError(f"unexpected {message.type!r} from control while waiting for {awaited}")
 
     def close(self) -> None:
         self._socket.close()

@@ -1,8 +1,8 @@
 """Logprob and entropy of the trained tokens from the last hidden states, without ever holding N x vocabulary logits.
 
 The LM head runs over `chunk` hidden states at a time, once for all tokens that one of them predicts; backward computes each chunk's logits
-again instead of keeping them. Logits, softmax and their sums are float32 whatever the model's dtype; the temperature is that of the
-sampling, so that a logprob here is comparable with the engine's processed one.
+again instead of keeping them. Logits, softmax and their sums are float32 whatever the model's dtype (float64 for a float64 model, which
+tests use); the temperature is that of the sampling, so that a logprob here is comparable with the engine's processed one.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ class _ChunkedLogprobs(torch.autograd.Function):
         chunk: int,
         dtype: torch.dtype,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        logprobs = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
+        logprobs = torch.empty(len(targets), dtype=_sums(dtype), device=hidden.device)
         entropies = torch.empty_like(logprobs)
-        log_norms = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+        log_norms = torch.empty(len(hidden), dtype=_sums(dtype), device=hidden.device)
         head = _rounded(weight, dtype)
+        room, more_room = (head.new_empty(min(chunk, len(hidden)), len(head)) for _ in range(2))
         for states, terms in _chunks(owner, len(hidden), chunk):
-            logits = _logits(hidden[states], head, temperatures[states], dtype)
+            logits = _logits(hidden[states], head, temperatures[states], dtype, room)
             log_norms[states] = log_norm = torch.logsumexp(logits, dim=-1)
             local = owner[terms] - states.start
-            logprobs[terms] = logits[local, targets[terms]] - log_norm[local]
-            probabilities = torch.softmax(logits, dim=-1)
-            entropies[terms] = (log_norm - probabilities.mul_(logits).sum(dim=-1))[local]
+            logits.sub_(log_norm[:, None])
+            logprobs[terms] = logits[local, targets[terms]]
+            entropies[terms] = -torch.exp(logits, out=more_room[: len(logits)]).mul_(logits).sum(dim=-1)[local]
         ctx.save_for_backward(hidden, weight, temperatures, owner, targets, log_norms)
         ctx.chunk, ctx.dtype = chunk, dtype
         ctx.mark_non_differentiable(entropies)
@@ -48,12 +49,13 @@ class _ChunkedLogprobs(torch.autograd.Function):
         hidden, weight, temperatures, owner, targets, log_norms = ctx.saved_tensors
         head = _rounded(weight, ctx.dtype)
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if ctx.needs_input_grad[1] else None
+        grad_weight = torch.zeros(weight.shape, dtype=_sums(ctx.dtype), device=weight.device) if ctx.needs_input_grad[1] else None
         # d logprob / d logits = onehot(target) - softmax(logits), each term scaled by what comes from above
-        scale = grad.float() / temperatures[owner]
+        scale = grad.to(_sums(ctx.dtype)) / temperatures[owner]
         scales = torch.zeros_like(log_norms).index_add_(0, owner, scale)
+        room = head.new_empty(min(ctx.chunk, len(hidden)), len(head))
         for states, terms in _chunks(owner, len(hidden), ctx.chunk):
-            logits = _logits(hidden[states], head, temperatures[states], ctx.dtype)
+            logits = _logits(hidden[states], head, temperatures[states], ctx.dtype, room)
             grad_logits = logits.sub_(log_norms[states, None]).exp_().mul_(-scales[states, None])
             grad_logits.index_put_((owner[terms] - states.start, targets[terms]), scale[terms], accumulate=True)
             if grad_hidden is not None:
@@ -72,12 +74,17 @@ def _chunks(owner: torch.Tensor, states: int, chunk: int) -> Iterator[tuple[slic
 
 
 def _rounded(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """As float32, but with the values the engine has: rounded to the forward pass's dtype."""
-    return tensor if tensor.dtype == dtype == torch.float32 else tensor.to(dtype).float()
+    """In the dtype of the sums, but with the values the engine has: rounded to the forward pass's dtype."""
+    return tensor.to(dtype).to(_sums(dtype))
 
 
-def _logits(hidden: torch.Tensor, head: torch.Tensor, temperatures: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return (_rounded(hidden, dtype) @ head.T).div_(temperatures[:, None])
+def _sums(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _logits(hidden: torch.Tensor, head: torch.Tensor, temperatures: torch.Tensor, dtype: torch.dtype, room: torch.Tensor) -> torch.Tensor:
+    """In `room` [chunk, V], which every chunk writes over: fresh memory for each would cost more than the product."""
+    return torch.mm(_rounded(hidden, dtype), head.T, out=room[: len(hidden)]).div_(temperatures[:, None])
 
 
 def token_logprobs(
@@ -99,6 +106,6 @@ def token_logprobs(
     order = torch.argsort(owner, stable=True)
     states = hidden.index_select(0, pairs[0].long())
     with torch.autocast(hidden.device.type, enabled=False):
-        logprobs, entropies = _ChunkedLogprobs.apply(states, weight, pairs[1].float(), owner[order], targets[order], chunk, dtype)
+        logprobs, entropies = _ChunkedLogprobs.apply(states, weight, pairs[1].to(_sums(dtype)), owner[order], targets[order], chunk, dtype)
     back = torch.argsort(order)
     return logprobs[back], entropies[back]

@@ -6,6 +6,7 @@ when the engines hold, provably, the weights that the result names.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -20,12 +21,13 @@ from numpy.typing import NDArray
 
 from harness_rl.errors import HarnessRLError, UserError
 from harness_rl.learner import checkpoint
+from harness_rl.learner.ahead import Ahead
 from harness_rl.learner.audit import write_audit
 from harness_rl.learner.link import CREDIT, TOKEN_ENV, ControlLink, LinkError, Message
 from harness_rl.learner.policy import DTYPES, Policy
 from harness_rl.learner.rows import Row, RowState, rows_from_wire
 from harness_rl.learner.spec import LearnerSpec
-from harness_rl.learner.step import StepReport, Trainer
+from harness_rl.learner.step import Prepared, StepReport, Trainer
 from harness_rl.sync.base import EngineClient, SyncFailed, SyncReport, WeightSender, WeightSync
 from harness_rl.sync.gloo import GlooSender
 from harness_rl.sync.nccl import NcclSender
@@ -41,6 +43,7 @@ PROBE_TEXT = (
 
 class Learner:
     link: ControlLink
+    ahead: Ahead
 
     def __init__(self, spec: LearnerSpec) -> None:
         self.spec = spec
@@ -80,7 +83,7 @@ class Learner:
 
     def run(self, link: ControlLink) -> None:
         """Until control says stop. Raises HarnessRLError."""
-        self.link = link
+        self.link, self.ahead = link, Ahead(link, self._prepare)
         try:
             self._loop()
         finally:
@@ -109,16 +112,20 @@ class Learner:
     def _take_step(self, batch: Message, waited: float) -> None:
         if batch["step"] != self.step + 1:
             raise LinkError(f"control sent the batch of step {batch['step']}; this learner is at step {self.step}")
-        rows = rows_from_wire(batch["rows"], batch.arrays)
-        report = self.trainer.step(rows, self.version)
+        ready = self.ahead.take(batch)
+        prepared = ready or self._prepare(batch)
+        with self.ahead.while_training():
+            report = self.trainer.step(prepared, self.version)
         self.step += 1
         if self.spec.audit:
             write_audit(Path(self.spec.run_dir) / "audit" / f"step-{self.step}.npz", report.consumed)
+        self._write_worst(report)
         metrics = report.metrics
         metrics["seconds/wait_batch"] = waited
+        metrics["seconds/pack" if ready is None else "seconds/pack_ahead"] = prepared.seconds
         if report.updated:
             self.version = self.spec.version(self.step)
-            metrics |= self._push_weights(_proven_ids(rows, report))
+            metrics |= self._push_weights(_proven_ids(prepared.rows, report))
         self.link.send(
             "result",
             step=self.step,
@@ -129,6 +136,15 @@ class Learner:
         )
         if report.updated and self.spec.checkpoint_every and self.step % self.spec.checkpoint_every == 0:
             self._save()  # after the result, so that control has written down every step that a checkpoint covers
+
+    def _prepare(self, batch: Message) -> Prepared:
+        return self.trainer.prepare(rows_from_wire(batch["rows"], batch.arrays))
+
+    def _write_worst(self, report: StepReport) -> None:
+        """One line a step: the rows on which engine and learner differ most. `version` tells a step from the same one before a restart."""
+        line = {"step": self.step, "version": self.version, "rows": report.worst}
+        with (Path(self.spec.run_dir) / "worst_rows.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
 
     def _push_weights(self, rows: Sequence[NDArray[np.int32]]) -> dict[str, float]:
         """Hold, sync, prove, release. Returns the sync's metrics; empty without engines, or when control asks to stop instead.

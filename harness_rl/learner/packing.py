@@ -13,8 +13,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from harness_rl.learner.prefixtree import PrefixTree, fold, prefix_order, shared_prefix
-from harness_rl.learner.rows import PackedRow, Row, parse_version
+from harness_rl.learner.prefixtree import PrefixTree, fold, prefix_order, shared_prefix, side_by_side
+from harness_rl.learner.rows import PackedRow, Row
 
 Normalisation = Literal["token", "rollout", "constant"]
 
@@ -41,8 +41,6 @@ class Pack:
     """[N] share of each term in the optimizer step (see `term_weights`)."""
     sequence: NDArray[np.int64]
     """[N] place in `rows` of the row of each term."""
-    ages: NDArray[np.int32]
-    """[N] optimizer steps since the policy that sampled the target; 0 = the one in training."""
 
     @property
     def tokens(self) -> int:
@@ -51,6 +49,11 @@ class Pack:
     @property
     def terms(self) -> int:
         return len(self.targets)
+
+    @property
+    def sampled(self) -> NDArray[np.int64]:
+        """[N] place of each target in its row."""
+        return self.tree.positions[self.predicts] + 1
 
     def view(self, r: int) -> PackedRow:
         """What the model is given and the loss reads for row r, for `rows.verify_packed`. A term off the row's path predicts from -1."""
@@ -75,20 +78,6 @@ def loss_terms(trained: NDArray[np.bool_], path: NDArray[np.int64]) -> tuple[NDA
     return path[sampled - 1], sampled
 
 
-def token_ages(row: Row, current: str) -> NDArray[np.int32]:
-    """[L] optimizer steps between the policy that sampled each token and `current`; 0 where the token is not sampled.
-
-    A token of another lineage (sampled before a restart) is never taken for one of the current policy: its age is at least 1.
-    """
-    lineage, step = parse_version(current)
-    ages = np.zeros(len(row), dtype=np.int32)
-    for span in row.spans:
-        for version, start, end in span.versions:
-            token_lineage, token_step = parse_version(version)
-            ages[start:end] = step - token_step if token_lineage == lineage else max(1, step - token_step)
-    return ages
-
-
 def term_weights(rows: Sequence[Row], normalisation: Normalisation, constant: float = 0.0, rollouts: int = 0) -> list[float]:
     """Weight of each trained token of each row; by token and by rollout they sum to 1 over the optimizer step.
 
@@ -110,16 +99,18 @@ def term_weights(rows: Sequence[Row], normalisation: Normalisation, constant: fl
     return [1.0 / (trained * of_rollout[row.rollout_id]) if of_rollout[row.rollout_id] else 0.0 for row in rows]
 
 
-def pack_rows(rows: Sequence[Row], chosen: Sequence[int], budget: int, weights: Sequence[float], current: str) -> list[Pack]:
+def pack_rows(rows: Sequence[Row], chosen: Sequence[int], budget: int, weights: Sequence[float], share: bool = True) -> list[Pack]:
     """Pack `rows[i] for i in chosen` (weights aligned with `chosen`) into micro-batches of at most `budget` tokens, shared ones once.
 
-    Rows that begin alike stay together; such families go largest first into the fullest pack that still has room. Raises ValueError for
-    a row over the budget: the caller has counted it as oversize.
+    Rows that begin alike stay together; such families go largest first into the fullest pack that still has room. Without `share` each row
+    lies whole beside the others. Raises ValueError for a row over the budget: the caller has counted it as oversize.
     """
     for i in chosen:
         if len(rows[i]) > budget:
             raise ValueError(f"row {rows[i].row_id} has {len(rows[i])} tokens, a micro-batch {budget}")
-    families = sorted(_families([rows[i].ids for i in chosen], budget), key=lambda family: -family[1])
+    sequences = [rows[i].ids for i in chosen]
+    found = _families(sequences, budget) if share else [([k], len(ids)) for k, ids in enumerate(sequences)]
+    families = sorted(found, key=lambda family: -family[1])
     bins: list[list[int]] = []
     room: list[int] = []
     for members, size in families:
@@ -132,7 +123,7 @@ def pack_rows(rows: Sequence[Row], chosen: Sequence[int], budget: int, weights: 
             room.append(budget)
         bins[best] += members
         room[best] -= size
-    return [_lay_out(rows, [chosen[k] for k in members], [weights[k] for k in members], current) for members in bins]
+    return [_lay_out(rows, [chosen[k] for k in members], [weights[k] for k in members], share) for members in bins]
 
 
 def _families(sequences: Sequence[NDArray[np.int32]], budget: int) -> list[tuple[list[int], int]]:
@@ -150,9 +141,9 @@ def _families(sequences: Sequence[NDArray[np.int32]], budget: int) -> list[tuple
     return families
 
 
-def _lay_out(rows: Sequence[Row], members: list[int], weights: list[float], current: str) -> Pack:
+def _lay_out(rows: Sequence[Row], members: list[int], weights: list[float], share: bool) -> Pack:
     picked = [rows[i] for i in members]
-    tree = fold([row.ids for row in picked])
+    tree = (fold if share else side_by_side)([row.ids for row in picked])
     found = [loss_terms(row.trained, path) for row, path in zip(picked, tree.paths, strict=True)]
     counts = [len(sampled) for _, sampled in found]
 
@@ -173,7 +164,6 @@ def _lay_out(rows: Sequence[Row], members: list[int], weights: list[float], curr
         temperatures=of_rows(row.temperature for row in picked),
         weights=of_rows(weights),
         sequence=np.repeat(np.arange(len(members)), counts),
-        ages=of_terms(token_ages(row, current) for row in picked),
     )
 
 

@@ -16,11 +16,12 @@ from harness_rl.errors import UserError
 from harness_rl.learner import attention
 from harness_rl.learner.logprobs import token_logprobs
 from harness_rl.learner.packing import Pack
-from harness_rl.learner.prefixtree import PrefixTree, fold
+from harness_rl.learner.prefixtree import PrefixTree, fold, side_by_side
+from harness_rl.learner.recurrent import RowBorders, has_state, prove_isolation
 from harness_rl.learner.spec import LearnerSpec
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_SCALED_LOGITS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
+_SCALED_LOGITS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
 
 
 class Policy:
@@ -34,8 +35,14 @@ class Policy:
         for name in _SCALED_LOGITS:
             if getattr(model.config, name, None) not in (None, 1, 1.0):
                 raise attention.UnsupportedModel(f"the model's config sets {name}, which is not supported")
-        if set(getattr(model.config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}:
-            raise attention.UnsupportedModel("layers without softmax attention carry state over row borders and cannot be packed")
+        self._borders = RowBorders(self._body) if has_state(model) else None
+        if self._borders is not None:
+            prove_isolation(self)
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """False for a model with layers that carry a state: its rows are packed side by side."""
+        return self._borders is None
 
     @classmethod
     def load(cls, spec: LearnerSpec, source: Path) -> Policy:
@@ -72,7 +79,7 @@ class Policy:
     @torch.no_grad()
     def score_prompts(self, prompts: list[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
         """Logprobs at temperature 1 of tokens 1 .. L - 1 of each prompt, as an engine's prompt logprobs give them."""
-        tree = fold(prompts)
+        tree = fold(prompts) if self.shares_prefixes else side_by_side(prompts)
         predicts = np.concatenate([path[:-1] for path in tree.paths])
         targets = np.concatenate([prompt[1:] for prompt in prompts]).astype(np.int64)
         logprobs, _ = self.score_tree(tree, predicts, targets, np.ones(len(targets), dtype=np.float32))
@@ -87,7 +94,9 @@ class Policy:
             return torch.from_numpy(array).to(self.device)
 
         branches = attention.Branches.of(tree, self.device)
-        with torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32):
+        if self._borders is not None:
+            self._borders.lengths = branches.lengths
+        with torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype in (torch.bfloat16, torch.float16)):
             out = self._body(input_ids=put(tree.ids)[None], position_ids=put(tree.positions)[None], use_cache=False, branches=branches)
         return token_logprobs(
             out.last_hidden_state[0],

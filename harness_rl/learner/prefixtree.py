@@ -93,6 +93,20 @@ def fold(sequences: Sequence[NDArray[Any]]) -> PrefixTree:
     )
 
 
+def side_by_side(sequences: Sequence[NDArray[Any]]) -> PrefixTree:
+    """As `fold`, but nothing is shared: each sequence is one segment, in the order given."""
+    if any(len(sequence) == 0 for sequence in sequences):
+        raise ValueError("a sequence without tokens has no place in a prefix tree")
+    bounds = np.cumsum([0, *(len(sequence) for sequence in sequences)])
+    paths = [np.arange(start, end) for start, end in pairwise(bounds)]
+    return PrefixTree(
+        ids=np.concatenate([np.zeros(0, dtype=np.int64), *(np.asarray(sequence, dtype=np.int64) for sequence in sequences)]),
+        positions=np.concatenate([np.zeros(0, dtype=np.int64), *(np.arange(len(sequence)) for sequence in sequences)]),
+        segments=[Segment(int(start), int(end), None) for start, end in pairwise(bounds)],
+        paths=paths,
+    )
+
+
 def _runs(shared: Sequence[int], low: int, high: int, depth: int) -> list[tuple[int, int]]:
     """[low, high) in pieces whose neighbours share more than `depth` tokens."""
     starts = [i for i in range(low, high) if i == low or shared[i] <= depth]

@@ -77,6 +77,8 @@ class Row:
     temperature: float
     """Of the sampling; one per row."""
     spans: list[TurnSpan] = field(default_factory=list)
+    forked: bool = False
+    """Its first turn continues an earlier one whose tokens it does not begin with: the conversation was rendered anew."""
     token_advantages: NDArray[np.float32] | None = None
     """[L] where credit differs within the row; read at trained tokens, in place of `advantage`."""
 
@@ -122,6 +124,7 @@ class _Chain:
     """A row while it grows: the newest turn's whole ids, and the turns it owns so far."""
 
     tail: NDArray[np.int32]
+    forked: bool = False
     owned: list[tuple[TurnLike, int]] = field(default_factory=list)
     temperature: float | None = None
 
@@ -158,7 +161,7 @@ def build_rows(
             del open_ends[parent]
         else:
             counts["forks"] += parent is not None
-            chain = _Chain(tail=prompt)
+            chain = _Chain(tail=prompt, forked=parent is not None)
             chains.append(chain)
         chain.tail = np.concatenate([prompt, np.asarray(turn.completion_token_ids, dtype=np.int32)])
         if trains:
@@ -207,6 +210,7 @@ def _finish(chain: _Chain, rollout_id: str, group_id: str) -> Row:
         advantage=0.0,
         temperature=chain.temperature,
         spans=spans,
+        forked=chain.forked,
     )
 
 
@@ -350,6 +354,7 @@ def rows_to_wire(rows: Iterable[Row]) -> tuple[list[dict[str, Any]], dict[str, N
             "length": len(row),
             "advantage": float(row.advantage),
             "token_advantages": row.token_advantages is not None,
+            "forked": row.forked,
             "temperature": float(row.temperature),
             "spans": [_span_to_wire(span) for span in row.spans],
         }
@@ -396,6 +401,7 @@ def rows_from_wire(metas: Sequence[Mapping[str, Any]], arrays: Mapping[str, NDAr
                 advantage=float(meta["advantage"]),
                 temperature=float(meta["temperature"]),
                 spans=spans,
+                forked=bool(meta.get("forked")),
                 token_advantages=own,
                 **{name: arrays[name][part].copy() for name, _ in _ARRAYS},
             )

@@ -68,6 +68,8 @@ class LearnerSpec:
     """Optimizer steps per batch; groups are kept whole."""
     micro_batch_tokens: int = 2048
     """Tokens of one forward. A row longer than this is `oversize`."""
+    packing: Literal["auto", "plain"] = "auto"
+    """auto: rows that begin alike share those tokens, where the model's layers allow it; plain: each row lies whole beside the others."""
     logprob_chunk: int = 256
     """Positions of the LM head at once: peak memory is this times the vocabulary."""
     gradient_checkpointing: bool = False

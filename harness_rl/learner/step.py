@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from harness_rl.errors import InvariantError, LearnerError
-from harness_rl.learner import objectives
+from harness_rl.learner import objectives, rng
 from harness_rl.learner.metrics import TermLog, row_metrics
 from harness_rl.learner.objectives.base import Terms, TokenLoss
 from harness_rl.learner.packing import Pack, pack_rows, split_groups, term_weights
@@ -34,10 +34,24 @@ class StepReport:
     reasons: dict[str, str]
     """Of the rejected rows."""
     metrics: dict[str, float] = field(default_factory=dict)
+    worst: list[dict[str, Any]] = field(default_factory=list)
+    """The ten rows on which engine and learner differ most (see mismatch.worst_rows)."""
     consumed: list[tuple[Row, PackedRow]] = field(default_factory=list)
     """The trained rows with what the loss consumed of each."""
     updated: bool = False
     """False: the weights are what they were (nothing to train, or a gradient that was not finite)."""
+
+
+@dataclass
+class Prepared:
+    """A batch before its first forward: every row has a state, those to be trained are packed and proven."""
+
+    rows: Sequence[Row]
+    states: dict[str, RowState]
+    reasons: dict[str, str]
+    minibatches: list[list[Pack]]
+    seconds: float
+    """What it took."""
 
 
 class Clock:
@@ -61,6 +75,7 @@ class Trainer:
         """`reference` is the policy of the KL term; it is needed where `spec.kl_beta` is not 0, and never trained."""
         self.policy, self.spec, self.reference = policy, spec, reference
         self.objective = objectives.build(spec)
+        self.shares = spec.packing == "auto" and policy.shares_prefixes
         if self.objective.needs_reference and reference is None:
             raise ValueError("kl_beta is not 0 and there is no reference policy")
         self.parameters = [p for p in policy.model.parameters() if p.requires_grad]
@@ -80,16 +95,21 @@ class Trainer:
         self.rejected = 0
         self._skipped_in_a_row = 0
 
-    def step(self, rows: Sequence[Row], current: str) -> StepReport:
+    def prepare(self, rows: Sequence[Row]) -> Prepared:
+        """Admit, pack and prove one batch. Reads nothing that a step changes: another thread may do it while one trains."""
+        began = time.perf_counter()
+        states, reasons = self._admit(rows)
+        chosen = [i for i, row in enumerate(rows) if states[row.row_id] is RowState.TRAINED]
+        minibatches = [self._pack(rows, members, states, reasons) for members in split_groups(rows, chosen, self.spec.minibatches)]
+        return Prepared(rows, states, reasons, minibatches, time.perf_counter() - began)
+
+    def step(self, batch: Sequence[Row] | Prepared, current: str) -> StepReport:
         """Train on one batch; `current` is the version of the weights as they are. Raises InvariantError or LearnerError at a bound."""
         clock = Clock(self.policy.device)
         with clock("pack"):
-            states, reasons = self._admit(rows)
-            chosen = [i for i, row in enumerate(rows) if states[row.row_id] is RowState.TRAINED]
-            minibatches = [
-                self._pack(rows, members, current, states, reasons) for members in split_groups(rows, chosen, self.spec.minibatches)
-            ]
-            self._count_rejected(reasons)
+            prepared = batch if isinstance(batch, Prepared) else self.prepare(batch)
+        rows, states, reasons, minibatches = prepared.rows, prepared.states, prepared.reasons, prepared.minibatches
+        self._count_rejected(reasons)
         with clock("forward"):
             old = self._old_logprobs(minibatches)
         log, norms, updated = TermLog(), [], False
@@ -98,6 +118,7 @@ class Trainer:
                 continue
             for pack in packs:
                 self._accumulate(pack, old.get(id(pack)), log, clock)
+                log.date(pack, rows, current)
             with clock("optimizer"):
                 norms.append(self._update())
             if math.isfinite(norms[-1]):
@@ -111,7 +132,8 @@ class Trainer:
             raise LearnerError(f"{self._skipped_in_a_row} steps in a row had a gradient that is not finite; the last good weights are kept")
         consumed = [(rows[i], pack.view(r)) for packs in minibatches for pack in packs for r, i in enumerate(pack.rows)]
         forwarded = sum(pack.tokens for packs in minibatches for pack in packs)
-        return StepReport(states, reasons, self._metrics(rows, states, forwarded, log, norms, clock), consumed, updated)
+        metrics = self._metrics(rows, states, forwarded, log, norms, clock)
+        return StepReport(states, reasons, metrics, log.worst(rows), consumed, updated)
 
     def _admit(self, rows: Sequence[Row]) -> tuple[dict[str, RowState], dict[str, str]]:
         """The state of every row before packing; TRAINED means that it goes on."""
@@ -140,9 +162,7 @@ class Trainer:
             return RowState.ZERO_ADVANTAGE
         return RowState.TRAINED
 
-    def _pack(
-        self, rows: Sequence[Row], members: Sequence[int], current: str, states: dict[str, RowState], reasons: dict[str, str]
-    ) -> list[Pack]:
+    def _pack(self, rows: Sequence[Row], members: Sequence[int], states: dict[str, RowState], reasons: dict[str, str]) -> list[Pack]:
         """Packs of `members`, proven row by row. A row whose packed form is wrong is rejected and the rest packed anew."""
         members = list(members)
         while members:
@@ -150,7 +170,7 @@ class Trainer:
             rollouts = len({row.rollout_id for row in rows if row.group_id in groups})
             picked = [rows[i] for i in members]
             weights = term_weights(picked, self.spec.loss_normalisation, self.spec.loss_constant, rollouts)
-            packs = pack_rows(rows, members, self.spec.micro_batch_tokens, weights, current)
+            packs = pack_rows(rows, members, self.spec.micro_batch_tokens, weights, self.shares)
             wrong = {i: mismatch for pack in packs for i, mismatch in _mismatches(rows, pack)}
             if not wrong:
                 return packs
@@ -239,14 +259,15 @@ class Trainer:
             "signal": self.signal.state(),
             "updates": self.updates,
             "rejected": self.rejected,
-            "rng": torch.get_rng_state(),
+            "skipped_in_a_row": self._skipped_in_a_row,
+            "rng": rng.states(),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         self.optimizer.load_state_dict(state["optimizer"])
         self.signal.restore(state["signal"])
-        self.updates, self.rejected = state["updates"], state["rejected"]
-        torch.set_rng_state(state["rng"])
+        self.updates, self.rejected, self._skipped_in_a_row = state["updates"], state["rejected"], state["skipped_in_a_row"]
+        rng.restore(state["rng"])
 
 
 def scheduled(done: int, warmup: int, total: int, schedule: str) -> float:
@@ -285,7 +306,6 @@ def _record(
     log.old.append(take(old))
     log.behaviour.append(np.asarray(pack.behaviour))
     log.entropies.append(take(entropies))
-    log.ages.append(pack.ages)
     for name, flag in result.flags.items():
         log.flags.setdefault(name, []).append(take(flag))
     for name, value in result.values.items():

@@ -13,6 +13,7 @@ from typing import Literal
 
 from harness_rl.learner.advantages import balanced_group_advantages, group_advantages, has_signal
 from harness_rl.learner.rows import Row, build_rows
+from harness_rl.orchestrator.credit import AdvantageFunction, ask, give
 from harness_rl.orchestrator.rollout import Rollout
 
 
@@ -62,6 +63,8 @@ class Assembler:
     scale: Literal["std", "none"]
     _: KW_ONLY
     baseline: Literal["mean", "leave_one_out"] = "mean"
+    function: AdvantageFunction | None = None
+    """The user's own, in place of all the above."""
     balance: bool = False
     shuffle: bool = False
     seed: int = 0
@@ -93,12 +96,13 @@ class Assembler:
     def latest_batch(self, running: int) -> int:
         """Index (from 0) of the latest batch that a group started now could join, when `running` groups are under way.
 
-        The batches ahead of it fill with usable groups, or are closed short by groups without signal; whichever is faster. Groups that
-        are overtaken by later ones can still end in a later batch.
+        The batches ahead of it fill with usable groups; or the one that is being filled is closed short by groups without signal, and the
+        rest then fill from nothing. Groups that are overtaken by later ones can still end in a later batch.
         """
         by_usable = (len(self.ready) + running) // self.groups_per_step
-        by_bound = (len(self.considered) - self._in_idle_rounds + running) // self.bound
-        return self.batches_closed + max(by_usable, by_bound)
+        until_short = self.bound - (len(self.considered) - self._in_idle_rounds)
+        after_short = 0 if running < until_short else 1 + (running - until_short) // self.groups_per_step
+        return self.batches_closed + max(by_usable, after_short)
 
     def close(self) -> Batch | None:
         """The next batch, or None if more groups are needed."""
@@ -118,6 +122,8 @@ class Assembler:
         return Batch(self.batches_closed, groups, rows, considered, short=not full)
 
     def _rows(self, group: Group) -> list[Row]:
+        if self.function is not None:
+            return self._rows_by(self.function, group)
         rewards = [rollout.reward for rollout in group.rollouts]
         advantages = (
             balanced_group_advantages(rewards, self.scale) if self.balance else group_advantages(rewards, self.scale, self.baseline)
@@ -131,6 +137,16 @@ class Assembler:
             for row in build_rows(rollout.outcome.trace, rollout.rollout_id, group.group_id, counts=self.row_counts):
                 row.advantage = advantage
                 rows.append(row)
+        return rows
+
+    def _rows_by(self, function: AdvantageFunction, group: Group) -> list[Row]:
+        scored = [(r.rollout_id, r.outcome, r.reward) for r in group.rollouts if r.outcome is not None and r.reward is not None]
+        credits = ask(function, [outcome for _, outcome, _ in scored], [reward for _, _, reward in scored])
+        rows = []
+        for (rollout_id, outcome, _), credit in zip(scored, credits, strict=True):
+            built = build_rows(outcome.trace, rollout_id, group.group_id, counts=self.row_counts)
+            give(built, credit)
+            rows += built
         return rows
 
 

@@ -9,7 +9,7 @@ from harness_rl.learner.spec import LearnerSpec
 from harness_rl.orchestrator.services import Services
 
 
-def learner_spec(config: RunConfig, services: Services, model: Path, lineage: str, *, resume: bool) -> LearnerSpec:
+def learner_spec(config: RunConfig, services: Services, model: Path, lineage: str, *, resume: bool, reference: str) -> LearnerSpec:
     learner, sync, checkpoint = config.learner, config.sync, config.checkpoint
     return LearnerSpec(
         model=str(model),
@@ -36,11 +36,12 @@ def learner_spec(config: RunConfig, services: Services, model: Path, lineage: st
         corrections=learner.corrections,
         truncation=learner.truncation,
         kl_beta=learner.kl_beta,
-        reference_model=learner.reference_model,
+        reference_model=learner.reference_model or reference,
         loss_normalisation=learner.loss_normalisation,
         loss_constant=learner.loss_constant or float(config.rollout.max_conversation_tokens),
         minibatches=learner.minibatches,
         micro_batch_tokens=learner.micro_batch_tokens,
+        packing=learner.packing,
         gradient_checkpointing=learner.gradient_checkpointing,
         audit=learner.audit,
         max_rejected_rows=learner.max_rejected_rows,

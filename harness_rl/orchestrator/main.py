@@ -25,9 +25,11 @@ from rich.console import Console
 from harness_rl.agents.registry import check_name
 from harness_rl.config import RunConfig, load_config, to_toml
 from harness_rl.errors import UserError, first_error
+from harness_rl.imports import load_object
 from harness_rl.metrics import RunState, read_metrics
 from harness_rl.models import resolve_model
 from harness_rl.orchestrator.accounts import settle, write_accounts
+from harness_rl.orchestrator.credit import AdvantageFunction
 from harness_rl.orchestrator.evaluate import Evaluation, evaluate
 from harness_rl.orchestrator.journal import Journal
 from harness_rl.orchestrator.rewards import RewardFunction, load_reward_function
@@ -58,6 +60,7 @@ class Inputs:
     reward_function: RewardFunction | None
     model_path: Path
     observer: Observer | None = None
+    advantage_function: AdvantageFunction | None = None
 
 
 def resolve_inputs(
@@ -91,6 +94,7 @@ def resolve_inputs(
         reward_function=reward_function,
         model_path=Path(resolve_model(config.model.name)),
         observer=observer,
+        advantage_function=load_object(own, "rollout.advantage_function") if (own := config.rollout.advantage_function) else None,
     )
 
 
@@ -136,6 +140,7 @@ async def _train(config: RunConfig, inputs: Inputs, resume: bool, journal: Journ
             eval_factory=inputs.eval_factory,
             eval_rows=inputs.eval_rows,
             reward_function=inputs.reward_function,
+            advantage_function=inputs.advantage_function,
             state=state,
             journal=journal,
             model_path=model,

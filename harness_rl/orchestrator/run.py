@@ -28,6 +28,7 @@ from harness_rl.learner.link import Message
 from harness_rl.learner.rows import mark_stale, parse_version
 from harness_rl.metrics import Metric, MetricsLog, RunState, mean
 from harness_rl.orchestrator.batches import Assembler, Batch
+from harness_rl.orchestrator.credit import AdvantageFunction
 from harness_rl.orchestrator.evaluate import Evaluation, evaluate
 from harness_rl.orchestrator.generation import Generation
 from harness_rl.orchestrator.journal import GroupState, Journal
@@ -38,6 +39,7 @@ from harness_rl.orchestrator.rewards import RewardFunction
 from harness_rl.orchestrator.rollout import RolloutRunner
 from harness_rl.orchestrator.schedule import TaskOrder
 from harness_rl.orchestrator.services import Services
+from harness_rl.orchestrator.staleness import StaleWatch, used_rollouts
 from harness_rl.orchestrator.stepmetrics import step_metrics
 from harness_rl.sessions.base import SessionFactory
 
@@ -83,6 +85,7 @@ class TrainingRun:
     journal: Journal
     model_path: Path
     eval_factory: SessionFactory | None = None
+    advantage_function: AdvantageFunction | None = None
     resume: bool = False
     """Go on from the run folder's newest checkpoint."""
     observer: Observer | None = None
@@ -98,6 +101,7 @@ class TrainingRun:
     _update_waits: bool = False
     """The learner is at its first update and waits for `_may_update`."""
     _leased: dict[int, Batch] = field(default_factory=dict)
+    _stale_watch: StaleWatch = field(default_factory=StaleWatch)
     _line: dict[str, int] = field(default_factory=dict)
     """Earlier lineages that the present weights come from, with their last proven steps."""
     _stopped: bool = False
@@ -129,13 +133,14 @@ class TrainingRun:
             config.rollout.max_group_replacements,
             config.rollout.normalise_advantage,
             baseline=config.rollout.advantage_baseline,
+            function=self.advantage_function,
             balance=config.rollout.balance_groups,
             shuffle=config.rollout.shuffle_advantages,
             seed=config.run.seed,
         )
         self.state.learner = "starting"
         learner = await start_learner(
-            learner_spec(config, self.services, self.model_path, self.lineage, resume=self.resume),
+            learner_spec(config, self.services, self.model_path, self.lineage, resume=self.resume, reference=self._started_from()),
             python=self.services.torch_python(config.learner.python),
             env=self.services.learner_env,
             hooks=SyncHooks(self._hold, self._release, self.services.excuse_failed_sync),
@@ -170,6 +175,12 @@ class TrainingRun:
             await learner.close()
             self.state.learner = "stopped"
         return RunResult(config.run_dir, self.state.step, Path(checkpoint["path"]), self.evaluations, ended)
+
+    def _started_from(self) -> str:
+        """The model before the run's first step; a resumed run's `model_path` is where its weights are looked for when none are saved."""
+        found = self.journal.meta("started_from") or str(self.model_path)
+        self.journal.set_meta("started_from", found)
+        return str(found)
 
     def _go_on_from(self, step: int) -> Restored:
         """Journal, metrics and state of a run whose weights are those after `step`; 0 for a fresh one."""
@@ -313,6 +324,8 @@ class TrainingRun:
             # A step that changed nothing (no finite gradient) has no sync to tell the pacer.
             await self.generation.weights_are(batch.step)
             line = step_metrics(batch, message["metrics"], learner.last_sync)
+            for alarm in self._stale_watch.observe(used_rollouts(batch)):
+                self.state.say(alarm)
             now = time.monotonic()
             line[Metric.STEP_SECONDS], since = now - since, now
             line[Metric.TRAINED_TOK_S] = line.get("tokens/trained", 0.0) / line[Metric.STEP_SECONDS]

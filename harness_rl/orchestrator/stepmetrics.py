@@ -8,6 +8,7 @@ from typing import Any
 from harness_rl.metrics import Metric, mean, std
 from harness_rl.orchestrator.batches import Batch
 from harness_rl.orchestrator.learner_process import SyncReport
+from harness_rl.orchestrator.staleness import stale_metrics, used_rollouts
 from harness_rl.sessions.base import HarnessRolloutOutcome
 
 _LOGGED = "log/"
@@ -47,6 +48,7 @@ def step_metrics(batch: Batch, learner: dict[str, Any], sync: SyncReport | None)
         line[f"calls/{reason}"] = count
     line["tokens/sampled"] = sum(len(turn.completion_token_ids) for outcome in outcomes for turn in outcome.trace.turns)
     line |= {name: value for name, value in _logged(outcomes).items() if name not in line}
+    line |= stale_metrics(used_rollouts(batch))
     if sync is not None:
         line |= {f"perf/sync_{name}_s": float(seconds) for name, seconds in sync.seconds.items()}
         line |= {f"sync/proof_{name}": float(sync.proof[name]) for name in ("tokens", "mean_abs", "max_abs", "bound") if name in sync.proof}

@@ -1,9 +1,14 @@
 from __future__ import annotations
 
 import json
+import random
+import subprocess
+import sys
+import time
 from collections import namedtuple
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from learner_helpers import random_rows, tiny_policy
@@ -117,3 +122,57 @@ def test_clean_removes_what_a_kill_left(tmp_path: Path) -> None:
     (tmp_path / ".step-3.99.tmp").mkdir()
     checkpoint.clean(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("delay", [0.03, pytest.param(0.2, marks=pytest.mark.full), pytest.param(0.5, marks=pytest.mark.full)])
+def test_c80_a_kill_during_a_save_never_loses_the_previous_one(tmp_path: Path, delay: float) -> None:
+    """A saver killed at some moment leaves the last checkpoint it had finished, or a newer whole one."""
+    script = Path(__file__).parent / "save_killed.py"
+    with subprocess.Popen([sys.executable, str(script), str(tmp_path)], stdout=subprocess.PIPE, text=True) as saver:
+        assert saver.stdout is not None
+        first = saver.stdout.readline()
+        time.sleep(delay)
+        saver.kill()
+        saved = max(int(line) for line in [first, *saver.stdout] if line.strip())
+    checkpoint.clean(tmp_path)
+    found = checkpoint.find(tmp_path).newest
+    assert found is not None and found.step >= saved >= 1 and "optimizer" in checkpoint.load_state(found)
+    assert not list(tmp_path.glob(".step-*"))
+
+
+def test_what_was_put_aside_goes_back_if_nothing_took_its_place(tmp_path: Path) -> None:
+    t = trainer()
+    save(t, tmp_path, 1)
+    (tmp_path / "step-1").rename(tmp_path / ".step-1.99.old")  # killed between the two renames
+    assert checkpoint.find(tmp_path).newest is None
+    checkpoint.clean(tmp_path)
+    found = checkpoint.find(tmp_path).newest
+    assert found is not None and found.step == 1 and [path.name for path in tmp_path.iterdir()] == ["step-1"]
+
+
+def test_every_generator_goes_on_where_it_was(tmp_path: Path) -> None:
+    """A user's objective may draw from any of them."""
+
+    def draws() -> list[float]:
+        return [random.random(), random.gauss(0, 1), float(np.random.rand()), float(np.random.randn()), float(torch.rand(()))]
+
+    t = trainer()
+    random.gauss(0, 1), np.random.randn()
+    found = save(t, tmp_path, 1)
+    expected = draws()
+    draws()
+    t.restore(checkpoint.load_state(found))
+    assert draws() == expected
+
+
+def test_steps_skipped_in_a_row_are_counted_over_a_resume(tmp_path: Path) -> None:
+    t = trainer()
+    diverged = random_rows(0)
+    diverged[0].advantage, diverged[1].advantage = 1e38, -1e38
+    for _ in range(2):
+        assert not t.step(diverged, "k-0").updated
+    resumed = trainer()
+    resumed.restore(checkpoint.load_state(save(t, tmp_path, 1)))
+    with pytest.raises(LearnerError, match="3 steps in a row"):
+        resumed.step(diverged, "k-0")

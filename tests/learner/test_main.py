@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from harness_rl.learner.link import TOKEN_ENV, LearnerLink, Message
 from harness_rl.learner.policy import Policy
 from harness_rl.learner.rows import Row, build_rows, mark_stale
 from harness_rl.learner.spec import LearnerSpec
+from harness_rl.learner.step import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -128,6 +130,121 @@ async def test_run_save_and_resume(
     await link.send("stop", save=False)
     await expect(link, "bye")
     assert await process.exit_code() == 0
+
+
+async def test_the_reference_is_where_the_run_began_also_after_a_resume_and_the_worst_rows_are_written(
+    model_folder: Path, tmp_path: Path, link: LearnerLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def steps(first: int, last: int, **more: Any) -> list[float]:
+        process = Process(spec_of(model_folder, tmp_path / "run", None, kl_beta=0.1, **more), link, monkeypatch)
+        await expect(link, "hello")
+        distances = []
+        for step in range(first, last + 1):
+            await link.send_batch(step, rows_at(0, lineage=more.get("lineage", "k"), seed=1), 10)
+            distances.append((await expect(link, "result"))["metrics"]["kl_reference"])
+        await link.send("stop", save=True)
+        await expect(link, "checkpoint")
+        await expect(link, "bye")
+        assert await process.exit_code() == 0
+        await expect(link, "closed")
+        return distances
+
+    before = await steps(1, 3)
+    assert before[0] == pytest.approx(0, abs=1e-6) and before[2] > 1e-4
+    (after,) = await steps(4, 4, resume=True, lineage="n")
+    assert after > 1e-4  # a reference that had moved to the checkpoint would be at distance 0
+    lines = [json.loads(line) for line in (tmp_path / "run" / "worst_rows.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["version"]) for line in lines] == [(1, "k-0"), (2, "k-1"), (3, "k-2"), (4, "n-3")]
+    assert all(len(line["rows"]) == 6 for line in lines) and lines[3]["rows"][0]["worst"]["cause"] == "stale"
+
+
+async def test_resumed_equals_uninterrupted_bit_by_bit(
+    model_folder: Path, tmp_path: Path, link: LearnerLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One stream of batches, through one process and through three: the same losses, norms, rates and weights."""
+    more: dict[str, Any] = {"warmup_steps": 4, "scale_by_signal": True, "minibatches": 2, "kl_beta": 0.05, "checkpoint_every": 1}
+    watched = ("loss", "grad_norm", "learning_rate", "grad_signal_share", "kl_reference", "entropy")
+
+    async def through(folder: Path, ends: list[int]) -> tuple[list[list[float]], bytes]:
+        seen = []
+        first = 1
+        for n, last in enumerate(ends):
+            process = Process(spec_of(model_folder, folder, None, resume=n > 0, lineage=f"n{n}", **more), link, monkeypatch)
+            assert (await expect(link, "hello"))["step"] == first - 1
+            for step in range(first, last + 1):
+                await link.send_batch(step, rows_at(0, lineage="data", seed=step), 10)
+                result = await expect(link, "result")
+                await expect(link, "checkpoint")
+                seen.append([result["metrics"][name] for name in watched])
+            first = last + 1
+            await link.send("stop", save=False)
+            await expect(link, "bye")
+            assert await process.exit_code() == 0
+            await expect(link, "closed")
+        return seen, (folder / "checkpoints" / f"step-{ends[-1]}" / "model.safetensors").read_bytes()
+
+    whole, pieces = await through(tmp_path / "whole", [6]), await through(tmp_path / "pieces", [2, 3, 6])
+    assert whole[0] == pieces[0] and len(whole[0]) == 6
+    assert whole[1] == pieces[1]
+
+
+async def test_the_next_batch_is_packed_off_the_training_thread_while_this_one_trains(
+    model_folder: Path, tmp_path: Path, link: LearnerLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two batches at once: the second is packed by another thread, and training gives what it gives when each comes alone."""
+    packed = threading.Semaphore(0)
+    threads: list[str] = []
+    prepare, step = Trainer.prepare, Trainer.step
+
+    def watched(self: Trainer, rows: Any) -> Any:
+        found = prepare(self, rows)
+        threads.append(threading.current_thread().name)
+        packed.release()
+        return found
+
+    def slow(self: Trainer, batch: Any, current: str) -> Any:
+        if together and current == "k-0":
+            packed.acquire()
+            assert packed.acquire(timeout=20), "the second batch was not packed while the first one trained"
+        return step(self, batch, current)
+
+    monkeypatch.setattr(Trainer, "prepare", watched)
+    monkeypatch.setattr(Trainer, "step", slow)
+    losses = []
+    for together in (True, False):
+        folder = tmp_path / str(together)
+        process = Process(spec_of(model_folder, folder, None), link, monkeypatch)
+        await expect(link, "hello")
+        results = []
+        await link.send_batch(1, rows_at(0, seed=1), 10)
+        if together:
+            await link.send_batch(2, rows_at(1, seed=2), 10)
+        results.append(await expect(link, "result"))
+        if not together:
+            await link.send_batch(2, rows_at(1, seed=2), 10)
+        results.append(await expect(link, "result"))
+        await link.send("stop")
+        await expect(link, "bye")
+        assert await process.exit_code() == 0
+        await expect(link, "closed")
+        losses.append([result["metrics"]["loss"] for result in results])
+        assert ("seconds/pack_ahead" in results[1]["metrics"]) == together
+    assert threads[1] == "packing" and "packing" not in (threads[0], threads[2])
+    assert losses[0] == losses[1]
+
+
+async def test_a_batch_that_cannot_be_packed_ahead_is_an_error_of_its_own_step(
+    model_folder: Path, tmp_path: Path, link: LearnerLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = Process(spec_of(model_folder, tmp_path / "run", None), link, monkeypatch)
+    await expect(link, "hello")
+    twice = rows_at(1, seed=2)
+    await link.send_batch(1, rows_at(0, seed=1), 10)
+    await link.send_batch(2, [*twice, twice[0]], 10)
+    assert (await expect(link, "result"))["step"] == 1
+    failed = await expect(link, "failed")
+    assert failed["error"] == "InvariantError" and "twice in a batch" in failed["message"]
+    assert await process.exit_code() == 1
 
 
 async def test_e05_a_failed_proof_stops_the_run_with_the_cause(

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from learner_helpers import branching_rows, conversation, random_rows, trace, turn
 
-from harness_rl.learner.packing import loss_terms, pack_rows, split_groups, term_weights, token_ages
+from harness_rl.learner.mismatch import token_ages
+from harness_rl.learner.packing import loss_terms, pack_rows, split_groups, term_weights
 from harness_rl.learner.rows import Row, build_rows, verify_packed
 
 
@@ -21,7 +22,7 @@ from harness_rl.learner.rows import Row, build_rows, verify_packed
 @settings(max_examples=40, deadline=None)
 def test_packs_hold_every_row_once_within_the_budget(make: Callable[[int, int], list[Row]], seed: int, budget: int, rollouts: int) -> None:
     rows = make(seed, rollouts)
-    packs = pack_rows(rows, range(len(rows)), budget, term_weights(rows, "token"), "k-0")
+    packs = pack_rows(rows, range(len(rows)), budget, term_weights(rows, "token"))
     assert sorted(i for pack in packs for i in pack.rows) == list(range(len(rows)))
     assert all(pack.tokens <= budget for pack in packs)
     assert sum(pack.terms for pack in packs) == sum(int(row.mask.sum()) for row in rows)
@@ -41,7 +42,7 @@ def test_d03_no_term_crosses_a_border() -> None:
 @settings(max_examples=40, deadline=None)
 def test_a_pack_forwards_each_prefix_once(seed: int, budget: int) -> None:
     rows = branching_rows(seed, rollouts=9)
-    for pack in pack_rows(rows, range(len(rows)), budget, term_weights(rows, "token"), "k-0"):
+    for pack in pack_rows(rows, range(len(rows)), budget, term_weights(rows, "token")):
         held = [rows[i].ids.tolist() for i in pack.rows]
         assert pack.tokens == len({tuple(ids[: n + 1]) for ids in held for n in range(len(ids))})
 
@@ -49,7 +50,7 @@ def test_a_pack_forwards_each_prefix_once(seed: int, budget: int) -> None:
 @pytest.mark.parametrize(("mask", "trained"), [([0, 1, 0], [12]), ([1, 0, 0], [11]), ([0, 0, 1], [13])])
 def test_d04_exactly_the_masked_token_is_trained(mask: list[int], trained: list[int]) -> None:
     (row,) = build_rows(trace(turn("a", [10], [11, 12, 13], mask=mask)), "r", "g")
-    (pack,) = pack_rows([row], [0], 100, [1.0], "k-0")
+    (pack,) = pack_rows([row], [0], 100, [1.0])
     assert pack.targets.tolist() == trained
     assert pack.tree.ids[pack.predicts].tolist() == [trained[0] - 1]
     assert pack.behaviour.tolist() == [row.logprobs[trained[0] - 10]]
@@ -58,7 +59,7 @@ def test_d04_exactly_the_masked_token_is_trained(mask: list[int], trained: list[
 def test_c10_a_row_over_the_budget_is_never_cut() -> None:
     rows = random_rows(0, 1)
     with pytest.raises(ValueError, match="micro-batch"):
-        pack_rows(rows, [0], len(rows[0]) - 1, [1.0], "k-0")
+        pack_rows(rows, [0], len(rows[0]) - 1, [1.0])
 
 
 def test_d25_per_token_weights_of_each_normalisation() -> None:
@@ -94,6 +95,6 @@ def test_minibatches_keep_groups_whole() -> None:
 def test_stale_tokens_are_context_in_the_pack() -> None:
     row = build_rows(conversation(np.random.default_rng(0), 2), "r", "g")[0]
     row.stale[row.spans[0].start : row.spans[0].end] = 1
-    (pack,) = pack_rows([row], [0], 100, [1.0], "k-0")
+    (pack,) = pack_rows([row], [0], 100, [1.0])
     assert pack.targets.tolist() == row.ids[row.spans[1].start : row.spans[1].end].tolist()
     verify_packed(row, pack.view(0))

@@ -9,6 +9,7 @@ from learner_helpers import VOCABULARY, branching_rows, random_rows, row_logprob
 
 from harness_rl.learner.attention import Branches, UnsupportedModel, tree_attention
 from harness_rl.learner.logprobs import token_logprobs
+from harness_rl.learner.metrics import gap_metrics
 from harness_rl.learner.packing import pack_rows, term_weights
 from harness_rl.learner.policy import Policy
 from harness_rl.learner.prefixtree import fold
@@ -17,7 +18,7 @@ from harness_rl.learner.prefixtree import fold
 def pack_of(rows, temperature: float = 1.0):  # type: ignore[no-untyped-def]
     for row in rows:
         row.temperature = temperature
-    (pack,) = pack_rows(rows, range(len(rows)), 10_000, term_weights(rows, "token"), "k-0")
+    (pack,) = pack_rows(rows, range(len(rows)), 10_000, term_weights(rows, "token"))
     return pack
 
 
@@ -191,3 +192,16 @@ def test_bfloat16_forward_keeps_float32_parameters_and_is_near() -> None:
     assert all(p.dtype == p.grad.dtype == torch.float32 for p in policy.model.parameters())
     gap = (rounded.detach() - exact).abs()
     assert rounded.dtype == torch.float32 and 0 < gap.mean() < 0.05
+
+
+def test_d19_in_bfloat16_the_spread_is_reported_where_the_mean_hides_it() -> None:
+    """The same weights and tokens, in bfloat16 packs and in float32 row by row: the signed mean is next to nothing, the spread is not."""
+    rows = random_rows(5, rollouts=8)
+    policy = Policy.wrap(tiny_llama(), torch.bfloat16, chunk=8)
+    packed = policy.score(pack_of(rows))[0].detach()
+    single = torch.cat(
+        [Policy.wrap(tiny_llama(), torch.float32, chunk=1).score(pack_of([rows[i]]))[0].detach() for i in pack_of(rows).rows]
+    )
+    gap = gap_metrics("gap", packed.numpy(), single.numpy())
+    assert abs(float((packed - single).mean())) < 0.3 * gap["gap/mean"]
+    assert gap["gap/p99"] > 2 * gap["gap/mean"] > 0 and gap["gap/max"] >= gap["gap/p99"]

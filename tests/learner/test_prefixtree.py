@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness_rl.learner.prefixtree import fold, prefix_order, shared_prefix
+from harness_rl.learner.prefixtree import fold, prefix_order, shared_prefix, side_by_side
 
 sequences = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), min_size=1, max_size=12)
 
@@ -41,6 +41,15 @@ def test_order_puts_each_next_to_its_nearest(raw: list[list[int]]) -> None:
     )
 
 
+@given(sequences)
+def test_side_by_side_shares_nothing(raw: list[list[int]]) -> None:
+    tree = side_by_side([np.array(ids, dtype=np.int32) for ids in raw])
+    assert np.concatenate(tree.paths).tolist() == list(range(sum(map(len, raw))))
+    for index, (ids, path) in enumerate(zip(raw, tree.paths, strict=True)):
+        assert tree.ids[path].tolist() == ids and tree.positions[path].tolist() == list(range(len(ids)))
+        assert len(tree.context(index)) == 0 and (tree.segments[index].start, tree.segments[index].end) == (path[0], path[-1] + 1)
+
+
 def test_equal_sequences_share_all_and_a_prefix_ends_inside() -> None:
     tree = fold([np.array([1, 2, 3]), np.array([1, 2]), np.array([1, 2, 3])])
     assert tree.paths[0].tolist() == tree.paths[2].tolist() == [0, 1, 2] and tree.paths[1].tolist() == [0, 1]
@@ -53,3 +62,5 @@ def test_large_ids_are_ordered_by_value() -> None:
 def test_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="without tokens"):
         fold([np.array([1]), np.array([], dtype=np.int64)])
+    with pytest.raises(ValueError, match="without tokens"):
+        side_by_side([np.array([1]), np.array([], dtype=np.int64)])

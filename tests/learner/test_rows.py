@@ -193,7 +193,7 @@ def test_per_token_advantages_of_another_length_or_not_finite_are_refused(bad: n
 def test_packed_per_token_advantages_are_checked() -> None:
     (row,) = random_rows(6, rollouts=1)
     row.token_advantages = np.arange(len(row), dtype=np.float32)
-    (pack,) = pack_rows([row], [0], 4096, [1.0], "k-0")
+    (pack,) = pack_rows([row], [0], 4096, [1.0])
     verify_packed(row, pack.view(0))
     pack.advantages[0] += 1
     with pytest.raises(RowMismatch, match="advantage"):
@@ -278,7 +278,7 @@ def test_fires_on_a_version_gap() -> None:
 @pytest.mark.parametrize("fault", ["predicts", "branch", "targets", "behaviour", "advantages", "positions", "ids", "short"])
 def test_fires_on_a_packer_that_is_off(fault: str) -> None:
     rows = random_rows(5)
-    (pack,) = pack_rows(rows, range(len(rows)), 4096, term_weights(rows, "token"), "k-0")
+    (pack,) = pack_rows(rows, range(len(rows)), 4096, term_weights(rows, "token"))
     for r, i in enumerate(pack.rows):
         verify_packed(rows[i], pack.view(r))
     if fault == "predicts":

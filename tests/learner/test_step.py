@@ -14,6 +14,7 @@ from learner_helpers import alone, random_rows, row_logprobs, sampled_by, tiny_p
 from harness_rl.errors import InvariantError, LearnerError, UserError
 from harness_rl.learner import packing
 from harness_rl.learner import step as step_module
+from harness_rl.learner.mismatch import CAUSES
 from harness_rl.learner.rows import Row, RowState, build_rows
 from harness_rl.learner.spec import LearnerSpec
 from harness_rl.learner.step import Trainer, scheduled
@@ -157,8 +158,8 @@ def test_the_proof_is_of_the_packed_arrays(monkeypatch: pytest.MonkeyPatch) -> N
     """Rows arrive whole and are mixed up in packing: only the packed check can see it."""
     real = step_module.pack_rows
 
-    def swaps_two_rows(rows, chosen, budget, weights, current):  # type: ignore[no-untyped-def]
-        packs = real(rows, chosen, budget, weights, current)
+    def swaps_two_rows(*args):  # type: ignore[no-untyped-def]
+        packs = real(*args)
         for pack in packs:
             pack.rows.reverse()
         return packs
@@ -185,9 +186,9 @@ def test_d19_fresh_and_older_tokens_are_measured_apart() -> None:
     for i, row in enumerate(older):
         row.row_id, row.rollout_id, row.group_id = f"old{i}", f"old{i}", "old"
     metrics = t.step([*fresh, *older], "k-4").metrics
-    assert metrics["logprob_gap/max"] < 1e-5 < 0.1 < metrics["logprob_drift/mean"]
+    assert metrics["logprob_gap/max"] < 1e-5 < 0.1 < metrics["mismatch/stale/mean"]
     assert metrics["logprob_gap/tokens"] == sum(row.trained.sum() for row in fresh)
-    assert metrics["logprob_drift/over_10_percent"] > 0.5
+    assert metrics["mismatch/stale/over_10_percent"] > 0.5
     assert metrics["staleness/max"] == 2 and 0 < metrics["staleness/mean"] < 2
 
 
@@ -388,3 +389,48 @@ def test_gspo_ratios_do_not_depend_on_how_rows_are_packed() -> None:
     size = max(len(row) for row in rows)
     many = grads_of(trainer(objective="gspo", ratio="behaviour", epsilon_low=0.9, epsilon_high=9.0, micro_batch_tokens=size), rows)
     assert_close(one, many)
+
+
+def test_every_token_that_could_train_is_in_one_counted_state() -> None:
+    rows = random_rows(25, rollouts=6)
+    rows[0].advantage = 0.0
+    rows[0].stale[rows[0].spans[0].start] = 1
+    rows[1].stale[:] = 1
+    rows[2].logprobs[rows[2].spans[0].start] -= 0.5
+    rows[3].stale[rows[3].spans[0].start] = 1
+    long = build_rows(trace(turn("l", [1] * 100, [2] * 100)), "long", "g7")[0]
+    long.advantage = 1.0
+    metrics = trainer(max_rejected_rows=1).step([*rows, long], "k-0").metrics
+    count = {row.row_id: int(row.mask.sum()) for row in [*rows, long]}
+    by_state = {state: metrics[f"tokens/{state}"] for state in RowState}
+    assert by_state == {
+        "trained": count[rows[3].row_id] - 1 + count[rows[4].row_id] + count[rows[5].row_id],
+        "stale": 1 + count[rows[1].row_id] + 1,
+        "oversize": 100,
+        "zero_advantage": count[rows[0].row_id] - 1,
+        "rejected": count[rows[2].row_id],
+    }
+    assert sum(by_state.values()) == sum(count.values())
+
+
+def test_the_mismatch_is_split_by_cause_and_the_worst_rows_are_named() -> None:
+    t = trainer()
+    fresh = sampled_by(t.policy, random_rows(26, version="k-4"))
+    older = random_rows(27, version="k-2")
+    for i, row in enumerate(older):
+        row.row_id, row.rollout_id, row.group_id = f"old{i}", f"old{i}", "old"
+    raw = sampled_by(t.policy, random_rows(28, version="k-4"))  # logprobs at temperature 1, but sampled at 0.5: raw, not processed
+    for i, row in enumerate(raw):
+        row.row_id, row.rollout_id, row.group_id, row.temperature = f"raw{i}", f"raw{i}", "raw", 0.5
+    report = t.step([*fresh, *older, *raw], "k-4")
+    metrics = report.metrics
+    assert sum(metrics[f"mismatch/{cause}/tokens"] for cause in CAUSES) == metrics["tokens/trained"]
+    assert metrics["mismatch/numeric/max"] < 1e-5
+    assert metrics["mismatch/temperature/mean"] > 0.1 and metrics["mismatch/stale/mean"] > 0.1
+    assert metrics["mismatch/kv_mixed/tokens"] == metrics["mismatch/template/tokens"] == 0
+    assert len(report.worst) == 10
+    assert {entry["row_id"] for entry in report.worst[: len(raw)]} == {row.row_id for row in raw}
+    first = report.worst[0]
+    row = next(row for row in raw if row.row_id == first["row_id"])
+    assert first["worst"]["engine"] == pytest.approx(float(row.logprobs[first["worst"]["position"]]))
+    assert first["worst"]["token"] == row.ids[first["worst"]["position"]] and first["worst"]["cause"] == "temperature"

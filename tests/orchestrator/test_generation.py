@@ -5,7 +5,7 @@ import contextlib
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from orchestrator.fakes import FakeFactory, outcome
 
@@ -208,6 +208,8 @@ def test_rewards_of_rounds_without_signal_count_in_the_next_step():
 
 
 @given(st.integers(1, 5), st.integers(0, 4), st.sampled_from([0.0, 0.5, 1.0]), st.integers(0, 2**32))
+@example(2, 1, 0.5, 41203736)  # two without signal, then five usable: one batch short, one full, and the fifth group is of a third
+@settings(max_examples=300, deadline=None)
 def test_no_group_is_older_than_max_staleness_when_it_is_trained(per_step, max_staleness, replacements, seed):
     """Groups that finish in order, with and without signal, against the arithmetic that lets them start."""
     assembler = Assembler(per_step, replacements, "std")

@@ -44,6 +44,17 @@ async def test_tokens_of_an_update_train_only_once_its_proof_has_passed():
     await asyncio.wait_for(waiting, 1)
 
 
+def test_the_reference_of_a_resumed_run_is_the_model_it_began_with(tmp_path):
+    """A warm-started run is resumed without its warm start: its `model_path` is then the model before it."""
+    journal = Journal(tmp_path / "journal.sqlite")
+    run = a_run()
+    run.journal, run.model_path = journal, tmp_path / "warm"
+    assert run._started_from() == str(tmp_path / "warm")
+    resumed = a_run()
+    resumed.journal, resumed.model_path = journal, tmp_path / "raw"
+    assert resumed._started_from() == str(tmp_path / "warm")
+
+
 async def test_tokens_that_are_never_proven_stop_the_run_by_name():
     with pytest.raises(InvariantError, match="sampled by a-7"):
         await a_run(timeout_s=0.05)._wait_for_proof({"a-7"})
