@@ -26,7 +26,7 @@ from capture_proxy.messages import AgentCall, Reply, ToolCall, extend_key, messa
 from capture_proxy.metrics import Metrics
 from capture_proxy.pool import EnginePool
 from capture_proxy.reasons import Reason
-from capture_proxy.refusal import CONTEXT_FULL, CallRefused, refusal_of
+from capture_proxy.refusal import CallRefused, conversation_over, refusal_of
 from capture_proxy.sampling import Sampled, sample_by_chat, sample_by_tokens
 from capture_proxy.session import RunningCall, Session
 from capture_proxy.settings import Settings
@@ -122,10 +122,10 @@ async def _perform(ctx: Context, session: Session, call: AgentCall, body: dict[s
 def _check_session_limits(session: Session, running: RunningCall) -> None:
     limits = session.spec.limits
     if limits.deadline_s is not None and time.time() > session.created_at + limits.deadline_s:
-        raise CallRefused(400, CONTEXT_FULL, "this conversation is over: the session's deadline has passed", Reason.LIMIT)
+        raise conversation_over("the session's deadline has passed")
     others = sum(1 for call in session.running.values() if call.admitted and call.node_id is None)
     if limits.max_calls is not None and len(session.graph.turns) + others >= limits.max_calls:
-        raise CallRefused(400, CONTEXT_FULL, f"this conversation is over: it may have {limits.max_calls} calls", Reason.LIMIT)
+        raise conversation_over(f"it may have {limits.max_calls} calls")
     running.admitted = True
 
 

@@ -9,7 +9,7 @@ import math
 from time import monotonic
 
 from capture_proxy.reasons import Reason
-from capture_proxy.refusal import CONTEXT_FULL, CallRefused
+from capture_proxy.refusal import CallRefused, conversation_over
 from capture_proxy.session import Session
 
 MINUTE_S = 60.0
@@ -43,4 +43,4 @@ def body_room(session: Session, body_limit: int) -> int:
 
 def full(limit: int) -> CallRefused:
     """A session out of bytes is a conversation out of context: what a client can do about both is to stop or to compact."""
-    return CallRefused(400, CONTEXT_FULL, f"this conversation is over: the session may hold {limit} bytes (max_bytes)", Reason.LIMIT)
+    return conversation_over(f"the session may hold {limit} bytes (max_bytes)")

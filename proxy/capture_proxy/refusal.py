@@ -23,6 +23,15 @@ class CallRefused(Exception):
         self.retry_after_s = retry_after_s
 
 
+def conversation_over(why: str) -> CallRefused:
+    """A limit of the session, told as a full context: what a client can do about either is to stop or to compact.
+
+    Some know it by its code, and litellm by these words alone: without them stock mini-swe-agent asks on for minutes.
+    """
+    text = f"This model's maximum context length is used up: this conversation is over: {why}"
+    return CallRefused(400, CONTEXT_FULL, text, Reason.LIMIT)
+
+
 def refusal_of(error: EngineError | StoreError) -> CallRefused:
     """What the agent is told when the engine or the store failed its call."""
     if isinstance(error, EngineRefused) and error.context_full:
