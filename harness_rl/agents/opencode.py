@@ -30,6 +30,8 @@ _LOG = "/logs/agent/opencode.jsonl"
 _PROVIDER = "capture"
 _LIMITS = {"context": 32768, "output": 4096}
 """What the program is told of the model where the user does not say; the proxy knows the true window."""
+_NO_PACKAGES = {"npm_config_offline": "true"}
+"""Where there is a plugin the program first asks for a package of types, for 70 s where nobody answers."""
 _OFFLINE = ("AUTOUPDATE", "MODELS_FETCH", "DEFAULT_PLUGINS", "LSP_DOWNLOAD", "SHARE")
 
 
@@ -99,7 +101,7 @@ class Opencode(BaseInstalledAgent):
         for place, source in self._plugins.items():
             await environment.upload_file(source, place)
         command = f"{_PROGRAM} run --format json <{_INSTRUCTION} >{_LOG} 2>&1 || {{ code=$?; tail -n 1 {_LOG} >&2; exit $code; }}"
-        env = {"OPENCODE_CONFIG": _CONFIG, **{f"OPENCODE_DISABLE_{name}": "1" for name in _OFFLINE}}
+        env = {"OPENCODE_CONFIG": _CONFIG, **{f"OPENCODE_DISABLE_{name}": "1" for name in _OFFLINE}, **_NO_PACKAGES}
         result = await environment.exec(command, env=env)
         if result.return_code != 0:
             raise NonZeroAgentExitCodeError(f"{NAME} ended with {result.return_code}: {(result.stderr or '').strip()[-500:]}")
