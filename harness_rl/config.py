@@ -248,7 +248,8 @@ class WarmupSection(Section):
     learning_rate: float = Field(4e-5, gt=0)
     target_low: float = Field(0.25, ge=0, le=1)
     target_high: float = Field(0.5, ge=0, le=1)
-    """It ends at the first measurement in the upper half of this range, or at one inside it that is followed by one above it."""
+    """It ends at the first measurement in the upper half of this range (or above it by less than the measurement's standard error), or at
+    one inside it that is followed by one further above."""
     check_from: int = Field(24, ge=0)
     """Demonstrations before the first measurement of success."""
     check_every: int = Field(1, ge=1)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import math
 import os
 import secrets
 import shutil
@@ -46,12 +47,15 @@ class Check:
     success: float
     demonstrations: int
     checkpoint: Path
+    error: float = 0.0
+    """Standard error of the success."""
 
 
 @dataclass
 class Target:
     """Where a warm start ends. Success is measured on few rollouts and one optimizer step may move it by a fifth: the first check in the
-    upper half of the range ends it; a check above the range ends it at the one before, if that lay inside."""
+    upper half of the range, or above it by less than its standard error, ends it; a check further above ends it at the one before, if
+    that lay inside."""
 
     low: float
     high: float
@@ -60,7 +64,7 @@ class Target:
 
     def see(self, check: Check) -> Check | None:
         """The check to end at, or None: go on."""
-        if check.success > self.high:
+        if check.success - check.error > self.high:
             return self.inside or check
         if check.success >= (self.low + self.high) / 2:
             return check
@@ -188,11 +192,12 @@ async def _train(
             changed = message["metrics"].get("updates", 1) > 0
             if step * section.batch < section.check_from or step % section.check_every or not changed:
                 continue
-            success = await _measure(config, runner, rows, state, step)
-            ended = target.see(Check(success, step * section.batch, await _checkpoint(learner, step, timeout)))
+            success, count = await _measure(config, runner, rows, state, step)
+            error = math.sqrt(max(0.0, success * (1 - success)) / count) if count else 0.0
+            ended = target.see(Check(success, step * section.batch, await _checkpoint(learner, step, timeout), error))
             if ended is not None:
                 coming.cancel()
-                if ended.success > section.target_high:
+                if ended.success - ended.error > section.target_high:
                     state.say(f"warm-up: success jumped over its range to {ended.success:.2f}; lower warmup.learning_rate")
                 return ended
     if target.inside is not None:
@@ -210,7 +215,8 @@ async def _checkpoint(learner: LearnerProcess, step: int, timeout: float) -> Pat
     return Path(learner.last_checkpoint["path"])
 
 
-async def _measure(config: RunConfig, runner: RolloutRunner, rows: list[dict[str, Any]], state: RunState, step: int) -> float:
+async def _measure(config: RunConfig, runner: RolloutRunner, rows: list[dict[str, Any]], state: RunState, step: int) -> tuple[float, int]:
+    """Success, and on how many rollouts."""
     section, label = config.warmup, f"warmup-{step}"
     evaluation = await evaluate(
         runner,
@@ -224,7 +230,7 @@ async def _measure(config: RunConfig, runner: RolloutRunner, rows: list[dict[str
     )
     del state.evals[label]
     state.phase = "warm-up"
-    return evaluation.reward
+    return evaluation.reward, evaluation.tasks * evaluation.samples - evaluation.unscored
 
 
 async def _demonstrate(config: RunConfig, runner: RolloutRunner, rows: list[dict[str, Any]], step: int) -> list[Row]:

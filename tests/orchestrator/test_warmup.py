@@ -81,6 +81,15 @@ def test_a_warm_start_ends_inside_its_range_where_a_check_lay_there(tmp_path, me
     assert ends_at is not None or target.inside == checks[-1]
 
 
+def test_a_check_above_the_range_by_less_than_its_own_error_is_at_its_edge(tmp_path):
+    """19 of 36 is no evidence against a half; 24 of 36 is."""
+    target = Target(0.25, 0.5)
+    low, near, far = Check(0.25, 30, tmp_path), Check(19 / 36, 36, tmp_path, 0.083), Check(24 / 36, 36, tmp_path, 0.079)
+    assert target.see(low) is None
+    assert target.see(near) is near
+    assert target.see(far) is low
+
+
 async def test_the_weights_that_were_measured_are_waited_for(tmp_path):
     """On a slow disk a checkpoint comes later than the measurement ends: the one before it is another policy, and may be gone already."""
     learner = SimpleNamespace(last_checkpoint=Message("checkpoint", {"step": 1, "path": "step-1"}))
