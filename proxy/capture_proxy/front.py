@@ -29,7 +29,6 @@ import aiohttp
 from aiohttp import web
 
 from capture_proxy.app import server
-from capture_proxy.auth import same_key
 from capture_proxy.front_admin import FrontAdmin, WorkerDown
 from capture_proxy.handoff import HandoffSocket, refused
 from capture_proxy.routing import MAX_HEAD, Target, owner, target_of
@@ -271,19 +270,10 @@ class FrontHandoff(HandoffSocket):
     """Takes listeners for all workers."""
 
     def __init__(self, front: Front, path: Path) -> None:
-        super().__init__(path)
+        super().__init__(path, front.settings.admin_key_hash)
         self.front = front
 
-    async def _take(self, line: bytes, fds: list[int]) -> dict[str, Any]:
-        try:
-            order = json.loads(line)
-            key, session_id = str(order["admin_key"]), str(order["session_id"])
-        except (ValueError, KeyError, TypeError):
-            return refused("send one JSON line with admin_key and session_id")
-        if not same_key(key, self.front.settings.admin_key_hash):
-            return refused("the admin key is wrong")
-        if len(fds) != 1:
-            return refused(f"send exactly one listening socket, got {len(fds)}")
+    async def _listen(self, line: bytes, session_id: str, fds: list[int]) -> dict[str, Any]:
         return await self.front.take_listener(line, session_id, fds[0])
 
 

@@ -29,8 +29,9 @@ log = logging.getLogger(__name__)
 class HandoffSocket:
     """The Unix stream socket on which listeners are handed over, whoever takes them."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, admin_key_hash: str) -> None:
         self.path = path
+        self._admin_key_hash = admin_key_hash
         self._socket: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
         self._serving: set[asyncio.Task[None]] = set()
@@ -84,6 +85,19 @@ class HandoffSocket:
 
     async def _take(self, line: bytes, fds: list[int]) -> dict[str, Any]:
         """The answer to an order and the descriptors that came with it; those that it leaves in the list are closed."""
+        try:
+            order = json.loads(line)
+            key, session_id = str(order["admin_key"]), str(order["session_id"])
+        except (ValueError, KeyError, TypeError):
+            return refused("send one JSON line with admin_key and session_id")
+        if not same_key(key, self._admin_key_hash):
+            return refused("the admin key is wrong")
+        if len(fds) != 1:
+            return refused(f"send exactly one listening socket, got {len(fds)}")
+        return await self._listen(line, session_id, fds)
+
+    async def _listen(self, line: bytes, session_id: str, fds: list[int]) -> dict[str, Any]:
+        """The answer to an order with the right key and one descriptor."""
         raise NotImplementedError
 
 
@@ -91,23 +105,14 @@ class HandoffServer(HandoffSocket):
     """Serves the listeners in this process."""
 
     def __init__(self, proxy: Proxy, path: Path) -> None:
-        super().__init__(path)
+        super().__init__(path, proxy.settings.admin_key_hash)
         self.proxy = proxy
 
-    async def _take(self, line: bytes, fds: list[int]) -> dict[str, Any]:
+    async def _listen(self, line: bytes, session_id: str, fds: list[int]) -> dict[str, Any]:
         """Starts serving on the one socket in `fds` and takes it out of the list, or says why not."""
-        try:
-            order = json.loads(line)
-            key, session_id = str(order["admin_key"]), str(order["session_id"])
-        except (ValueError, KeyError, TypeError):
-            return refused("send one JSON line with admin_key and session_id")
-        if not same_key(key, self.proxy.settings.admin_key_hash):
-            return refused("the admin key is wrong")
         session = self.proxy.sessions.get(session_id)
         if session is None or session.state == "sealed":
             return refused("no such open session")
-        if len(fds) != 1:
-            return refused(f"send exactly one listening socket, got {len(fds)}")
         listener = socket.socket(fileno=fds.pop())
         try:
             if not listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
