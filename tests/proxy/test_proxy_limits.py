@@ -470,3 +470,11 @@ async def test_a_slow_client_does_not_change_the_trace_after_the_seal(served: Se
     await until(lambda: not session.running)
     assert await served.admin.trace(created.session_id) == before
     del reader
+
+
+async def test_a_session_out_of_calls_is_told_in_the_words_that_litellm_knows(served: Served) -> None:
+    """litellm tells a full context by these words alone; without them stock mini-swe-agent asks on for minutes."""
+    agent, _ = await served.agent(limits={"max_calls": 1})
+    await agent.post(ASK)
+    status, body = await agent.post(ASK)
+    assert status == 400 and "this model's maximum context length is" in body["error"]["message"].lower()
