@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from capture_proxy import dialects
+from capture_proxy import dialects, images
 from capture_proxy.certify import Certificates
 from capture_proxy.codec import common_prefix
 from capture_proxy.control import ControlTokens
@@ -213,7 +213,7 @@ def _turn(ctx: Context, session: Session, call: AgentCall, running: RunningCall,
         prompt_len=len(done.prompt),
         total=np.concatenate([done.prompt, sample.ids]),
         logps=sample.logps,
-        reason=_reason(session, done, versions),
+        reason=_reason(session, call, done, versions),
         request={},
         response=dialects.BY_NAME[call.dialect].reply(reply, call, running.response_id, running.created),
         meta=meta,
@@ -251,9 +251,11 @@ def _broken_at(done: Sampled) -> int | None:
     return common_prefix(done.built.continues.total, done.prompt)
 
 
-def _reason(session: Session, done: Sampled, versions: list[list[Any]]) -> Reason | None:
+def _reason(session: Session, call: AgentCall, done: Sampled, versions: list[list[Any]]) -> Reason | None:
     if done.sample.problem is not None:
         return Reason.TOKEN_COUNT_MISMATCH
+    if images.shown(call.messages):
+        return Reason.IMAGE
     if done.constrained:
         return Reason.CONSTRAINED
     if session.spec.sampling.temperature == 0 and not done.demonstration:

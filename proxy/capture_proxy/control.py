@@ -78,7 +78,7 @@ class ControlTokens:
             elif isinstance(content, str):
                 out.append({**message, "content": shown(content)})
             else:
-                out.append({**message, "content": [{**part, "text": shown(part["text"])} for part in content]})
+                out.append({**message, "content": [{**part, "text": shown(part["text"])} if "text" in part else part for part in content]})
         return Hidden(out, tuple(tokens))
 
     def restore(self, rendered: Rendered, hidden: Hidden) -> Rendered:

@@ -77,8 +77,10 @@ class Rendered:
     grammar: dict[str, Any] | None = None
     """Structured-output constraints that the request implies; tokens sampled under them are not trainable."""
     stop_token_ids: tuple[int, ...] = ()
+    features: dict[str, Any] | None = None
+    """Of the prompt's images (vLLM's MultiModalFeatures); their places count in `ids`."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """Fields that belong unchanged into the generate request."""
+    """Fields that belong unchanged into a generate request with that grammar."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,7 @@ class Engine:
         params = answer.get("sampling_params") or {}
         extra = {key: answer[key] for key in ("reasoning_ended", "reasoning_parser_kwargs") if answer.get(key) is not None}
         ids = self._checked(rendered_ids, answer)
-        return Rendered(ids, params.get("structured_outputs"), tuple(params.get("stop_token_ids") or ()), extra)
+        return Rendered(ids, params.get("structured_outputs"), tuple(params.get("stop_token_ids") or ()), answer.get("features"), extra)
 
     async def generate(self, prompt: Ids, params: dict[str, Any], extra: dict[str, Any]) -> Sample:
         """Samples a completion of `prompt`. An answer that the engine aborted itself is asked for again, within the retry bounds."""
@@ -278,7 +280,10 @@ class Engine:
 
 def _text_size(body: dict[str, Any]) -> int:
     """About how long a chat request is."""
-    return sum(len(content) for message in body.get("messages", ()) if type(content := message.get("content")) is str)
+    contents = [message.get("content") for message in body.get("messages", ())]
+    parts = (part for content in contents if type(content) is list for part in content)
+    images = sum(len(part["image_url"]["url"]) for part in parts if part["type"] == "image_url")
+    return images + sum(len(content) for content in contents if type(content) is str)
 
 
 def json_object(raw: bytes, where: str, ids: str | None = None, known: Ids | None = None) -> dict[str, Any]:

@@ -98,12 +98,12 @@ class AgentCall:
 
 
 def text_of(content: Any) -> str:
-    """The text of a message's content: a string, or a list of text parts joined as the engine joins them."""
+    """The text of a message's content: a string, or a list whose text parts are joined as the engine joins them."""
     if content is None:
         return ""
     if isinstance(content, str):
         return content
-    return "\n".join(part["text"] for part in content)
+    return "\n".join(part["text"] for part in content if part["type"] == "text")
 
 
 def message_key(message: Message, reasoning: bool = True) -> bytes:
@@ -124,6 +124,8 @@ def message_key(message: Message, reasoning: bool = True) -> bytes:
             parts += [call["function"]["name"], _canonical_arguments(call["function"]["arguments"])]
     else:
         parts += [content, message.get("name") or ""]
+        if isinstance(message.get("content"), list):  # an image counts where it stands
+            parts += [f"{at} {part['image_url']['url']}" for at, part in enumerate(message["content"]) if part["type"] == "image_url"]
     raw = [part.encode("utf-8", "surrogatepass") for part in parts]
     return hashlib.blake2b(repr([len(part) for part in raw]).encode() + b"".join(raw), digest_size=16).digest()
 

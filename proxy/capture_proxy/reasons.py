@@ -25,6 +25,8 @@ class Reason(StrEnum):
     """A grammar forced tokens (tool_choice required/named, JSON output): the logprobs are of the masked distribution."""
     GREEDY = "greedy"
     """Sampled at temperature 0: there is no distribution to train on."""
+    IMAGE = "image"
+    """The conversation holds an image: the learner's model reads token ids alone, so its logprobs would be of another prompt."""
     TOKEN_COUNT_MISMATCH = "token_count_mismatch"
     """The engine's ids and logprobs do not fit together, or a value is not a logprob."""
     STALE = "stale"

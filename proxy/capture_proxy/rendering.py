@@ -7,9 +7,11 @@ Where ids cannot be kept the request is sent as rendered, and the cause is recor
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
+from capture_proxy import images
 from capture_proxy.certify import Certificate
 from capture_proxy.codec import Ids
 from capture_proxy.engine import EngineRefused, Parsed, Rendered
@@ -33,6 +35,8 @@ class Prompt:
     """`ids` differ from the plain render: sampled ids stand where the render re-tokenised their text."""
     fork_cause: str | None
     """Why the continued turn's ids could not be kept."""
+    features: dict[str, Any] | None = None
+    """Of the images in `ids`."""
 
 
 async def build_prompt(
@@ -45,7 +49,7 @@ async def build_prompt(
     messages = certificate.placed(messages)
     if continuation is None:
         rendered = await view.render(messages)
-        return Prompt(rendered.ids, rendered, None, False, None)
+        return _as_rendered(rendered, None, None)
     at, answer = continuation.answer_at, Answer.of(continuation.turn)
     rendered = await view.render(messages, known=answer.render)
     try:
@@ -57,11 +61,19 @@ async def build_prompt(
                 raise
             ids = await append(view, messages, at, answer, rendered.ids)
     except Fork as fork:
-        return Prompt(rendered.ids, rendered, continuation.turn, False, str(fork))
+        return _as_rendered(rendered, continuation.turn, str(fork))
     except EngineRefused:
-        return Prompt(rendered.ids, rendered, continuation.turn, False, "template_refused_history")
-    spliced = not np.array_equal(ids, rendered.ids)
-    return Prompt(ids if spliced else rendered.ids, rendered, continuation.turn, spliced, None)
+        return _as_rendered(rendered, continuation.turn, "template_refused_history")
+    if np.array_equal(ids, rendered.ids):
+        return _as_rendered(rendered, continuation.turn, None)
+    features = rendered.features and images.moved(rendered.features, rendered.ids, ids)
+    if features is None and rendered.features is not None:
+        return _as_rendered(rendered, continuation.turn, "images_rendered_differently")
+    return Prompt(ids, rendered, continuation.turn, True, None, features)
+
+
+def _as_rendered(rendered: Rendered, continues: Turn | None, fork_cause: str | None) -> Prompt:
+    return Prompt(rendered.ids, rendered, continues, False, fork_cause, rendered.features)
 
 
 def visible(parsed: Parsed, stop: int | str | None) -> Parsed:

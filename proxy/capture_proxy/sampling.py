@@ -97,7 +97,8 @@ async def sample_by_tokens(
         if built.rendered.stop_token_ids:
             params["stop_token_ids"] = list(built.rendered.stop_token_ids)
         constraint = {"structured_outputs": grammar} if grammar else {}
-        sample = await engine.generate(built.ids, {**params, **constraint}, built.rendered.extra if grammar else {})
+        extra = {**(built.rendered.extra if grammar else {}), **({"features": built.features} if built.features else {})}
+        sample = await engine.generate(built.ids, {**params, **constraint}, extra)
     return Sampled(
         engine=engine,
         mode="tokens",

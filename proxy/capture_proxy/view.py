@@ -5,12 +5,13 @@ Invariant: every render that takes part in one call treats quoted control tokens
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from capture_proxy import images
 from capture_proxy.codec import Ids
 from capture_proxy.control import ControlTokens
-from capture_proxy.engine import Engine, Parsed, Rendered
+from capture_proxy.engine import Engine, EngineError, Parsed, Rendered
 from capture_proxy.messages import AgentCall, Message
 
 
@@ -27,7 +28,14 @@ class View:
         if self.split is None:
             return await self.engine.render({"messages": messages, **self.fields, **more}, known)
         hidden = self.split.hide(messages)
-        return self.split.restore(await self.engine.render({"messages": hidden.messages, **self.fields, **more}), hidden)
+        marked = await self.engine.render({"messages": hidden.messages, **self.fields, **more})
+        restored = self.split.restore(marked, hidden)
+        if restored.features is None:
+            return restored
+        features = images.moved(restored.features, marked.ids, restored.ids)
+        if features is None:
+            raise EngineError("control_tokens = split: a quoted control token is one that stands for an image")
+        return replace(restored, features=features)
 
     async def derender(self, sampled: Ids, before: Ids, finish_reason: str) -> Parsed:
         """What the engine's parsers make of ids that follow `before`. Raises `EngineError`."""

@@ -3,8 +3,8 @@
 It can misbehave on purpose. In a test: `async with FakeEngine() as engine:` then `engine.say("text")`; alone:
 `python tests/proxy/fake_engine.py`.
 
-Tokens: `<|im_start|>` is 1, `<|im_end|>` is 2, every word, run of spaces and other character is one id in order of first use. An answer in
-the style `chars` is sampled as one id per character, which is never how its text is tokenised again.
+Tokens: `<|im_start|>` is 1, `<|im_end|>` is 2, an image is three times 3, every word, run of spaces and other character is one id in order
+of first use. An answer in the style `chars` is sampled as one id per character, which is never how its text is tokenised again.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-START, END = 1, 2
-_PIECE = re.compile(r"<\|im_start\|>|<\|im_end\|>|\w+|\s+|[^\w\s]")
+START, END, PAD = 1, 2, 3
+PADS = 3
+"""Ids that stand for an image."""
+_PIECE = re.compile(r"<\|im_start\|>|<\|im_end\|>|<\|image_pad\|>|\w+|\s+|[^\w\s]")
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _THINK = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 
@@ -30,7 +32,7 @@ class ToyTokenizer:
     """Reversible and deliberately not unique: any text also has a one-id-per-character spelling."""
 
     def __init__(self) -> None:
-        self.pieces = ["", "<|im_start|>", "<|im_end|>"]
+        self.pieces = ["", "<|im_start|>", "<|im_end|>", "<|image_pad|>"]
         self.ids = {piece: i for i, piece in enumerate(self.pieces)}
 
     def id_of(self, piece: str) -> int:
@@ -78,6 +80,7 @@ class FakeEngine:
     fault: str | None = None
     """Of the next generations: `no_logprobs`, `short`, `doubled`, `shuffled`, `swapped`, `nan`, `null`, `floor`, `positive`, `bool_ids`,
     `no_ids`, `no_versions`, `bad_versions`, `two_choices`."""
+    sees_images: bool = True
     drop_think: bool = False
     """The template shows no `<think>` block before the last message."""
     never_show_think: bool = False
@@ -150,7 +153,7 @@ class FakeEngine:
         for index, message in enumerate(messages):
             last = index == len(messages) - 1
             text = message.get("content") or ""
-            text = text if isinstance(text, str) else "\n".join(part["text"] for part in text)
+            text = text if isinstance(text, str) else "\n".join(part.get("text", "<|image_pad|>" * PADS) for part in text)
             if message["role"] == "assistant":
                 reasoning = message.get("reasoning")
                 text = (f"<think>{reasoning}</think>" if reasoning else "") + text
@@ -230,9 +233,17 @@ class FakeEngine:
         ids = self.tokenizer.encode(self.template(body))
         if len(ids) > self.max_model_len:
             return _error(400, f"This model's maximum context length is {self.max_model_len} tokens. However, your prompt contains more.")
+        images = [part["image_url"]["url"] for message in body["messages"] for part in _listed(message) if part["type"] == "image_url"]
+        if images and not self.sees_images:
+            return _error(400, "At most 0 image(s) may be provided in one prompt.")
+        features: dict[str, Any] | None = None
+        if images:
+            starts = [at for at, i in enumerate(ids) if i == PAD][::PADS]
+            places = [{"offset": at, "length": PADS} for at in starts]
+            features = {"mm_hashes": {"image": images}, "mm_placeholders": {"image": places}, "kwargs_data": {"image": images}}
         forced = body.get("tool_choice") not in (None, "auto", "none") or (body.get("response_format") or {}).get("type") == "json_object"
         params = {"temperature": 1.0, "structured_outputs": {"json_object": True} if forced else None, "stop_token_ids": []}
-        return web.json_response({"token_ids": ids, "sampling_params": params, "reasoning_ended": None})
+        return web.json_response({"token_ids": ids, "sampling_params": params, "reasoning_ended": None, "features": features})
 
     async def _derender(self, request: web.Request) -> web.Response:
         body = await self._body(request)
@@ -350,6 +361,11 @@ class FakeEngine:
 def logprob_of(token: int, position: int) -> float:
     """A made-up but reproducible logprob."""
     return -(1 + (token * 7 + position * 13) % 97) / 64
+
+
+def _listed(message: dict[str, Any]) -> list[dict[str, Any]]:
+    content = message.get("content")
+    return content if isinstance(content, list) else []
 
 
 def _error(status: int, message: str) -> web.Response:

@@ -1,7 +1,7 @@
 """A session with huge bodies, as a process of its own: its engine, which reads and does not look, and its client.
 
-`python tests/proxy/huge_call.py` prints the engine's URL. For each line `URL KEY MEGABYTES` on its standard input it makes one call with so
-big a body and prints the status of its answer.
+`python tests/proxy/huge_call.py` prints the engine's URL. For each line `URL KEY MESSAGES` on its standard input it makes one call with so
+big a body (in messages of 1.1 MB) and prints the body's size, then the status of its answer.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ async def main() -> None:
     print(f"http://127.0.0.1:{runner.addresses[0][1]}", flush=True)
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as http:
         while line := await asyncio.to_thread(sys.stdin.readline):
-            url, key, megabytes = line.split()
+            url, key, count = line.split()
             # As an agent that has read many files: a long history, of which no message is huge.
             text = LINE * (1000 * 1024 // len(LINE.encode()))
-            messages = [{"role": "user", "content": f"{number}\n{text}"} for number in range(int(megabytes))]
+            messages = [{"role": "user", "content": f"{number}\n{text}"} for number in range(int(count))]
             raw = json.dumps({"model": "m", "messages": messages}, ensure_ascii=False).encode()
-            print("sending", flush=True)
+            print(len(raw), flush=True)
             async with http.post(url, data=raw, headers={"Authorization": f"Bearer {key}"}) as response:
                 await response.read()
                 print(response.status, flush=True)

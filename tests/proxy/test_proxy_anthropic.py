@@ -177,7 +177,7 @@ def test_tool_results_stand_where_they_were() -> None:
         ({"messages": [{"role": "tool", "content": ""}]}, r"messages\[0\]: an object whose role"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-            r"messages\[0\].content\[0\]: a block of type 'image'",
+            r"messages\[0\].content\[0\]: an image must be sent as base64",
         ),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, r"tools\[0\]: .* got 'bash_20250124'"),
         ({"tool_choice": []}, "tool_choice"),

@@ -354,7 +354,7 @@ async def test_session_fields_that_are_not_honoured_are_refused_by_name(served: 
         ({**ASK, "n": 4}, "n:"),
         (
             {**ASK, "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://127.0.0.1/"}}]}]},
-            "image_url",
+            "data:image",
         ),
         ({**ASK, "tools": [{"type": "web_search"}]}, "web_search"),
         ({**ASK, "max_tokens": 0}, "max_tokens"),

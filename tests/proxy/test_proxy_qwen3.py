@@ -7,16 +7,19 @@ import json
 import subprocess
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
+import numpy as np
 import pytest
 from proxy_helpers import ADMIN_KEY, BASH, Agent, Serve, Served, tool_result, total
 
 from capture_proxy.certify import CHANGED, SPLICED, Certificate, certify
 from capture_proxy.client import ProxyError
-from capture_proxy.engine import Engine, Retry
+from capture_proxy.control import ControlTokens
+from capture_proxy.engine import Engine, Rendered, Retry
 from capture_proxy.trace import TrainingTrace
+from capture_proxy.view import View
 from harness_rl.selftest.engine import Said, ScriptedEngine
 from harness_rl.selftest.programs import packages
 from harness_rl.selftest.qwen3 import Qwen3
@@ -244,6 +247,34 @@ async def test_split_without_a_tokenizer_is_refused_at_once(scripted: ScriptedEn
     served = await serve(scripted.url)
     with pytest.raises(ProxyError, match="--tokenizer"):
         await served.session(template={"control_tokens": "split"})
+
+
+class SeesImages:
+    """An engine that shows each image as two ids of the model's own image token."""
+
+    def __init__(self, qwen3: Qwen3) -> None:
+        self.qwen3 = qwen3
+
+    async def render(self, chat: dict[str, Any], known: Any = None) -> Rendered:
+        messages = [{**message, "content": "".join(map(self._text, message["content"]))} for message in chat["messages"]]
+        ids = self.qwen3.render({"messages": messages})
+        places = [{"offset": at, "length": 2} for at in [at for at, i in enumerate(ids) if i == self.qwen3.id_of("<|image_pad|>")][::2]]
+        return Rendered(np.array(ids, dtype=np.int32), features={"mm_placeholders": {"image": places}})
+
+    @staticmethod
+    def _text(part: dict[str, Any]) -> str:
+        return part.get("text") or "<|image_pad|><|image_pad|>"
+
+
+async def test_split_moves_the_places_of_images_with_the_ids_around_them(qwen3: Qwen3) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    view = View(cast(Engine, SeesImages(qwen3)), {}, ControlTokens(qwen3.folder / "tokenizer.json"))
+    asked = [{"role": "user", "content": [{"type": "text", "text": QUOTE}, image, {"type": "text", "text": QUOTE}, image]}]
+    rendered = await view.render(asked)
+    assert rendered.features is not None
+    pad = qwen3.id_of("<|image_pad|>")
+    starts = [place["offset"] for place in rendered.features["mm_placeholders"]["image"]]
+    assert len(starts) == 2 and np.flatnonzero(rendered.ids == pad).tolist() == [at + n for at in starts for n in (0, 1)]
 
 
 # -- parity with a real vLLM ------------------------------------------------------------------------------------------------------------

@@ -145,7 +145,7 @@ def test_the_items_of_one_answer_are_one_message_and_of_two_are_two() -> None:
     [
         ({"input": []}, "input: a string or a non-empty list"),
         ({"conversation": "c"}, "conversation: not served here"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, r"input\[0\].content\[0\]: a part of type 'input_image'"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, r"input\[0\].content\[0\]: an image must be sent"),
         ({"prompt": {"id": "p"}}, "prompt: not served here"),
         ({"input": [{"type": "reasoning", "content": 1}]}, "content of a reasoning item"),
         ({"tools": [BASH, BASH]}, "two tools are called 'bash'"),

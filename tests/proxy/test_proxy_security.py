@@ -140,12 +140,12 @@ async def canary() -> AsyncIterator[tuple[str, list[str]]]:
 def with_urls(url: str) -> list[tuple[str, dict[str, Any], int]]:
     """(path, body, status): everything in a request that some server somewhere would fetch."""
     chat, responses, anthropic, gemini = Chat.path, Responses.path, Anthropic.path, Gemini.path
-    data = "data:image/png;base64,iVBORw0KGgo="
     out: list[tuple[str, dict[str, Any], int]] = []
     for part in (
         {"type": "image_url", "image_url": {"url": url}},
-        {"type": "image_url", "image_url": {"url": data}},
         {"type": "image_url", "image_url": url},
+        {"type": "image_url", "image_url": {"url": f" data:image/png;base64,{url}"}},
+        {"type": "image_url", "image_url": {"url": f"data:text/html;base64,{url}"}},
         {"type": "video_url", "video_url": {"url": url}},
         {"type": "audio_url", "audio_url": {"url": url}},
         {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}},
@@ -171,7 +171,7 @@ def with_urls(url: str) -> list[tuple[str, dict[str, Any], int]]:
     out.append((responses, {"model": "m", "input": "hello", "tools": [mcp]}, 200))
     for part in (
         {"type": "image", "source": {"type": "url", "url": url}},
-        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}},
+        {"type": "image", "source": {"type": "base64", "media_type": f"image/png;{url}", "data": "iVBORw0KGgo="}},
         {"type": "document", "source": {"type": "url", "url": url}},
         {"type": "document", "source": {"type": "file", "file_id": url}},
     ):
@@ -185,7 +185,7 @@ def with_urls(url: str) -> list[tuple[str, dict[str, Any], int]]:
     for part in (
         {"fileData": {"fileUri": url, "mimeType": "image/png"}},
         {"file_data": {"file_uri": url}},
-        {"inlineData": {"mimeType": "image/png", "data": "iVBORw0KGgo="}},
+        {"inlineData": {"mimeType": "text/html", "data": url}},
     ):
         out.append((gemini, {"contents": [{"role": "user", "parts": [part]}]}, 400))
     context = {"contents": [{"role": "user", "parts": [{"text": "x"}]}], "tools": [{"urlContext": {}}, {"googleMaps": {"uri": url}}]}

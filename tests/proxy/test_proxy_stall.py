@@ -16,6 +16,7 @@ from fake_engine import FakeEngine
 from proxy_helpers import ADMIN_KEY, USER, Agent, Serve, process
 
 from capture_proxy.client import ProxyClient
+from capture_proxy.records import trace_from_log
 
 HUGE = Path(__file__).with_name("huge_call.py")
 
@@ -30,11 +31,11 @@ class HugeSession:
         assert self.child.stdout is not None
         return (await asyncio.wait_for(self.child.stdout.readline(), 120)).decode().strip()
 
-    async def start(self, url: str, key: str, megabytes: int) -> None:
-        """Returns when the body is about to go out."""
+    async def start(self, url: str, key: str, messages: int) -> int:
+        """Size of the body, which is about to go out."""
         assert self.child.stdin is not None
-        self.child.stdin.write(f"{url} {key} {megabytes}\n".encode())
-        assert await self.line() == "sending"
+        self.child.stdin.write(f"{url} {key} {messages}\n".encode())
+        return int(await self.line())
 
 
 @pytest.fixture
@@ -123,6 +124,24 @@ async def test_c12_a_100_mb_body_does_not_stall_small_calls(engine: FakeEngine, 
         over.set()
         assert_not_stalled(await calls, without)
         assert len((await admin.trace(other.session_id)).turns) == 2
+
+
+@pytest.mark.full
+async def test_a_body_of_256_mb_is_served_and_stored_and_one_beyond_is_refused(
+    engine: FakeEngine, huge: HugeSession, tmp_path: Path
+) -> None:
+    engine.url = huge.engine_url  # the only one
+    async with process(engine, tmp_path) as (_, url), ProxyClient(url, ADMIN_KEY) as admin:
+        created = await admin.create_session()
+        chat = url + "/v1/chat/completions"
+        assert 250 << 20 < await huge.start(chat, created.api_key, 230) < 256 << 20
+        assert await huge.line() == "200"
+        assert await huge.start(chat, created.api_key, 235) > 256 << 20
+        assert await huge.line() == "413"
+        assert (await admin.status(created.session_id))["calls_by_reason"] == {"trained": 1, "refused": 1}
+        trace = await admin.trace(created.session_id)
+    assert len(trace.turns[0].request["messages"]) == 230
+    assert trace_from_log(next((tmp_path / "store").glob(f"*{created.session_id}*"))) == trace
 
 
 async def test_clients_that_never_read_do_not_stall_small_calls(engine: FakeEngine, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from capture_proxy.dialects import volatile
+from capture_proxy.dialects import images, volatile
 from capture_proxy.dialects.wire import BadRequest, arguments_object, event, folded, pieces, retried, stop_strings, whole_number
 from capture_proxy.messages import AgentCall, Message, Reply, ToolCall
 
@@ -77,23 +77,23 @@ def _messages(message: Any, where: str) -> list[Message]:
 
 def _blocks(role: str, content: list[Any], where: str) -> list[Message]:
     out: list[Message] = []
-    texts: list[dict[str, Any]] = []
+    parts: list[dict[str, Any]] = []
 
     def flush() -> None:
-        if texts:
-            out.append({"role": role, "content": folded(list(texts))})
-            texts.clear()
+        if parts:
+            out.append({"role": role, "content": folded(list(parts))})
+            parts.clear()
 
     for i, block in enumerate(content):
         at = f"{where}.content[{i}]"
         kind = block.get("type") if isinstance(block, dict) else type(block).__name__
-        if kind == "text":
-            texts += _texts([block], at)
+        if kind in ("text", "image"):
+            parts += _parts([block], at)
         elif kind == "tool_result" and role == "user" and isinstance(block.get("tool_use_id"), str):
             flush()
             out.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": _result(block.get("content"), at)})
         else:
-            raise BadRequest(f"{at}: a block of type {kind!r} is not supported in a {role} message by this text model")
+            raise BadRequest(f"{at}: a block of type {kind!r} is not served here in a {role} message")
     flush()
     return out or [{"role": role, "content": ""}]
 
@@ -117,7 +117,7 @@ def _assistant(content: list[Any], where: str) -> Message:
             function = {"name": block["name"], "arguments": _arguments(block.get("input"))}
             calls.append({"id": str(block.get("id") or ""), "type": "function", "function": function})
         else:
-            raise BadRequest(f"{at}: a block of type {kind!r} is not supported in an assistant message by this text model")
+            raise BadRequest(f"{at}: a block of type {kind!r} is not served here in an assistant message")
     message: Message = {"role": "assistant", "content": folded(texts) if texts else None}
     if thoughts:
         message["reasoning"] = "\n".join(thoughts)
@@ -140,12 +140,26 @@ def _result(content: Any, where: str) -> Any:
     if isinstance(content, list):
         # Of a client that finds its tools by a search: the tool itself is among the request's tools from now on.
         content = [{"type": "text", "text": block["tool_name"]} if _names_a_tool(block) else block for block in content]
-    parts = _texts(content, where + ".content")
+    parts = _parts(content, where + ".content")
     return folded(parts) if parts else ""
 
 
 def _names_a_tool(block: Any) -> bool:
     return isinstance(block, dict) and block.get("type") == "tool_reference" and isinstance(block.get("tool_name"), str)
+
+
+def _parts(blocks: Any, where: str) -> list[dict[str, Any]]:
+    """Text and image blocks as parts. Raises `BadRequest` for any other block."""
+    if not isinstance(blocks, list):
+        raise BadRequest(f"{where}: must be a string or a list of blocks")
+    out: list[dict[str, Any]] = []
+    for block in blocks:
+        if isinstance(block, dict) and block.get("type") == "image":
+            source = block["source"] if isinstance(block.get("source"), dict) else {}
+            out.append(images.from_base64(source.get("media_type"), source.get("data"), where))
+        else:
+            out += _texts([block], where)
+    return out
 
 
 def _texts(blocks: Any, where: str) -> list[dict[str, Any]]:
@@ -155,7 +169,7 @@ def _texts(blocks: Any, where: str) -> list[dict[str, Any]]:
     for block in blocks:
         kind = block.get("type") if isinstance(block, dict) else type(block).__name__
         if kind != "text" or not isinstance(block.get("text"), str):
-            raise BadRequest(f"{where}: a block of type {kind!r} is not supported by this text model")
+            raise BadRequest(f"{where}: a block of type {kind!r} is not served here")
     return [{"type": "text", "text": block["text"]} for block in blocks]
 
 

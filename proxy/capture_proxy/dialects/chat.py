@@ -10,7 +10,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from capture_proxy.dialects.wire import BadRequest, event, pieces, retried, stop_strings, text_content, whole_number
+from capture_proxy.dialects import images
+from capture_proxy.dialects.wire import BadRequest, content_of, event, pieces, retried, stop_strings, whole_number
 from capture_proxy.messages import AgentCall, Message, Reply
 
 NAME = "chat"
@@ -53,7 +54,7 @@ def _message(message: Any, index: int) -> Message:
     where = f"messages[{index}]"
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise BadRequest(f"{where}: an object with a role is required")
-    out: Message = {"role": message["role"], "content": text_content(message.get("content"), f"{where}.content", ("text",))}
+    out: Message = {"role": message["role"], "content": content_of(message.get("content"), f"{where}.content", ("text",), _image)}
     if isinstance(message.get("name"), str):
         out["name"] = message["name"]
     reasoning = message.get("reasoning_content", message.get("reasoning"))
@@ -66,6 +67,14 @@ def _message(message: Any, index: int) -> Message:
     if isinstance(message.get("tool_call_id"), str):
         out["tool_call_id"] = message["tool_call_id"]
     return out
+
+
+def _image(part: Any, where: str) -> dict[str, Any] | None:
+    if not isinstance(part, dict) or part.get("type") != "image_url":
+        return None
+    given = part.get("image_url")
+    url, detail = (given.get("url"), given.get("detail")) if isinstance(given, dict) else (given, None)
+    return images.from_url(url, detail, where)
 
 
 def _tool_call(call: Any, where: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from capture_proxy.dialects import images
 from capture_proxy.dialects.wire import BadRequest, arguments_object, event, folded, pieces, retried, stop_strings, whole_number
 from capture_proxy.messages import AgentCall, Message, Reply
 
@@ -93,8 +94,17 @@ def _parts(content: Any, where: str) -> list[dict[str, Any]]:
 def _texts(parts: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
     for i, part in enumerate(parts):
         if not isinstance(part.get("text"), str):
-            raise BadRequest(f"{where}.parts[{i}]: a part with {_kind(part)!r} is not supported by this text model")
+            raise BadRequest(f"{where}.parts[{i}]: a part with {_kind(part)!r} is not served here")
     return [{"type": "text", "text": part["text"]} for part in parts]
+
+
+def _shown(parts: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
+    """Text and image parts in the engine's form. Raises `BadRequest` for any other part."""
+    out: list[dict[str, Any]] = []
+    for part in parts:
+        data = part.get("inlineData")
+        out += [images.from_base64(data.get("mimeType"), data.get("data"), where)] if isinstance(data, dict) else _texts([part], where)
+    return out
 
 
 def _kind(part: dict[str, Any]) -> str:
@@ -151,22 +161,23 @@ class _Conversation:
 
     def _given(self, parts: list[dict[str, Any]], where: str) -> list[Message]:
         out: list[Message] = []
-        texts: list[dict[str, Any]] = []
+        said: list[dict[str, Any]] = []
         for i, part in enumerate(parts):
-            response = part.get("functionResponse")
+            at, response = f"{where}.parts[{i}]", part.get("functionResponse")
             if response is None:
-                texts += _texts([part], f"{where}.parts[{i}]")
+                said += _shown([part], at)
                 continue
             if not isinstance(response, dict) or not isinstance(response.get("name"), str):
-                raise BadRequest(f"{where}.parts[{i}].functionResponse: a name is required")
+                raise BadRequest(f"{at}.functionResponse: a name is required")
+            result: Any = _result(response.get("response"))
             if response.get("parts"):
-                raise BadRequest(f"{where}.parts[{i}].functionResponse.parts: only text results are supported by this model")
-            if texts:
-                out.append({"role": "user", "content": folded(texts)})
-                texts = []
-            out.append({"role": "tool", "tool_call_id": self._answered(response), "content": _result(response.get("response"))})
-        if texts:
-            out.append({"role": "user", "content": folded(texts)})
+                result = [{"type": "text", "text": result}, *_shown(_parts(response, f"{at}.functionResponse"), f"{at}.functionResponse")]
+            if said:
+                out.append({"role": "user", "content": folded(said)})
+                said = []
+            out.append({"role": "tool", "tool_call_id": self._answered(response), "content": result})
+        if said:
+            out.append({"role": "user", "content": folded(said)})
         return out or [{"role": "user", "content": ""}]
 
     def _answered(self, response: dict[str, Any]) -> str:

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from capture_proxy.dialects import chat
-from capture_proxy.dialects.wire import BadRequest, arguments_object, event, pieces, retried, text_content, whole_number
+from capture_proxy.dialects import chat, images
+from capture_proxy.dialects.wire import BadRequest, arguments_object, content_of, event, pieces, retried, whole_number
 from capture_proxy.messages import AgentCall, Message, Reply, ToolCall, ToolForm
 
 NAME = "responses"
@@ -145,7 +145,7 @@ def _assistant_part(item: Any, where: str) -> Message | None:
         raise BadRequest(f"{where}: must be an object")
     match item.get("type", "message"):
         case "message" if item.get("role") == "assistant":
-            return {"content": text_content(item.get("content"), f"{where}.content", _TEXTS)}
+            return {"content": content_of(item.get("content"), f"{where}.content", _TEXTS, _image)}
         case "reasoning":
             return {"reasoning": _reasoning(item)}
         case "function_call":
@@ -173,15 +173,21 @@ def _call(item: dict[str, Any], name: Any, arguments: str, where: str) -> Messag
 def _other(item: dict[str, Any], where: str) -> Message:
     kind, role = item.get("type", "message"), item.get("role")
     if kind == "message" and role in ("user", "system", "developer"):
-        return {"role": role, "content": text_content(item.get("content"), f"{where}.content", _TEXTS)}
+        return {"role": role, "content": content_of(item.get("content"), f"{where}.content", _TEXTS, _image)}
     if kind in ("function_call_output", "custom_tool_call_output", "local_shell_call_output"):
         call_id = item.get("call_id") or item.get("id")
         return {
             "role": "tool",
             "tool_call_id": str(call_id or ""),
-            "content": text_content(item.get("output"), f"{where}.output", _TEXTS) or "",
+            "content": content_of(item.get("output"), f"{where}.output", _TEXTS, _image) or "",
         }
     raise BadRequest(f"{where}: an item of type {kind!r}" + (f" and role {role!r}" if kind == "message" else "") + " is not served here")
+
+
+def _image(part: Any, where: str) -> dict[str, Any] | None:
+    if not isinstance(part, dict) or part.get("type") != "input_image":
+        return None
+    return images.from_url(part.get("image_url"), part.get("detail"), where)
 
 
 def _reasoning(item: dict[str, Any]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from capture_proxy import bigjson
@@ -76,12 +76,15 @@ def pieces(text: str) -> Iterator[str]:
 
 
 def folded(parts: list[dict[str, Any]]) -> Any:
-    """The content of text parts: a plain string where there is one, as clients send the same message in both forms."""
-    return parts[0]["text"] if len(parts) == 1 else parts
+    """The content of parts: a plain string where there is one text, as clients send the same message in both forms."""
+    return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts
 
 
-def text_content(content: Any, where: str, kinds: tuple[str, ...]) -> Any:
-    """OpenAI's content: a string, null, or a list of text parts of one of `kinds` (a refusal is text too). Raises `BadRequest`."""
+def content_of(content: Any, where: str, kinds: tuple[str, ...], image: Callable[[Any, str], dict[str, Any] | None]) -> Any:
+    """OpenAI's content: a string, null, or a list of parts. Raises `BadRequest`.
+
+    Parts are texts of one of `kinds` (a refusal is text too), or what `image` makes a part of; it returns None for anything but an image.
+    """
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -89,9 +92,12 @@ def text_content(content: Any, where: str, kinds: tuple[str, ...]) -> Any:
     parts = []
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if (picture := image(part, f"{where}[{i}]")) is not None:
+            parts.append(picture)
+            continue
         field = "refusal" if kind == "refusal" else "text"
         if kind not in (*kinds, "refusal") or not isinstance(part.get(field), str):
-            raise BadRequest(f"{where}[{i}]: a part of type {kind!r} is not supported by this text model")
+            raise BadRequest(f"{where}[{i}]: a part of type {kind!r} is not served here")
         parts.append({"type": "text", "text": part[field]})
     return folded(parts) if parts else ""
 
