@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from fake_engine import END, FakeEngine
-from proxy_helpers import BASH, Served, assert_chain, assert_engine_saw_the_rows, tool_result, total
+from proxy_helpers import BASH, Serve, Served, assert_chain, assert_engine_saw_the_rows, tool_result, total
 
 from capture_proxy.client import CreatedSession
 from capture_proxy.records import trace_from_log
@@ -230,3 +230,31 @@ async def test_trace_is_rebuilt_from_the_log_alone(served: Served, engine: FakeE
     rebuilt = trace_from_log(served.proxy.store.path(created.session_id))
     assert rebuilt == live
     assert rebuilt.to_bytes() == live.to_bytes()
+
+
+class Remarks(FakeEngine):
+    """Its template remarks, after what follows an answer, that the answer was long."""
+
+    def template(self, chat: dict[str, Any]) -> str:
+        shown = super().template(chat)
+        long = any(message["role"] == "assistant" and len(message.get("content") or "") > 6 for message in chat["messages"])
+        return shown.replace("<|im_end|>\n<|im_start|>assistant\n", " (long before)<|im_end|>\n<|im_start|>assistant\n") if long else shown
+
+
+@pytest.mark.parametrize(("said", "cause"), [("short", None), ("a long answer", "tail_rendered_by_context")])
+async def test_kept_reasoning_is_not_joined_to_a_tail_that_depends_on_the_answer(serve: Serve, said: str, cause: str | None) -> None:
+    async with Remarks(reads_thinking=True, never_show_think=True) as engine:
+        served = await serve(engine.url)
+        agent, created = await served.agent(history="keep_reasoning")
+        engine.say(f"<think>hm</think>{said}", style="chars")
+        await agent.ask(tools=())
+        await agent.ask({"role": "user", "content": "more"}, tools=())
+        trace = await trace_of(served, created)
+        first, second = trace.turns
+        assert_engine_saw_the_rows(engine, trace)
+        assert second.metadata["fork_cause"] == cause
+        if cause is None:
+            assert second.prompt_token_ids[: len(total(first))].tolist() == total(first)
+        else:
+            plain = engine.template({"messages": second.request["messages"]})
+            assert engine.tokenizer.decode(second.prompt_token_ids.tolist()) == plain
