@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from harness_rl.sessions.base import HarnessRolloutOutcome, VerifyResult
     from harness_rl.sessions.harbor import HarborSessionFactory
+    from harness_rl.sessions.harbor_environment import HarborEnvironment
     from harness_rl.trainer import AsyncGRPOTrainer, GRPOTrainer, HarnessAsyncGRPOTrainer
     from harness_rl.trl.config import AsyncGRPOConfig, GRPOConfig
 
@@ -15,6 +16,7 @@ __all__ = [
     "AsyncGRPOTrainer",
     "GRPOConfig",
     "GRPOTrainer",
+    "HarborEnvironment",
     "HarborSessionFactory",
     "HarnessAsyncGRPOTrainer",
     "HarnessRolloutOutcome",
@@ -26,6 +28,7 @@ _HOMES = {
     "AsyncGRPOTrainer": "harness_rl.trainer",
     "GRPOConfig": "harness_rl.trl.config",
     "GRPOTrainer": "harness_rl.trainer",
+    "HarborEnvironment": "harness_rl.sessions.harbor_environment",
     "HarborSessionFactory": "harness_rl.sessions.harbor",
     "HarnessAsyncGRPOTrainer": "harness_rl.trainer",
     "HarnessRolloutOutcome": "harness_rl.sessions.base",

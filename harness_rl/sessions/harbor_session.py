@@ -8,13 +8,12 @@ However a session ends, its sandbox is gone and its capture session sealed when 
 from __future__ import annotations
 
 import asyncio
-import logging
 import shutil
 import socket
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,13 +24,11 @@ from harness_rl.sessions.capture import Capture, join, uninterrupted
 from harness_rl.sessions.causes import TrialFacts, classify, facts_of
 from harness_rl.sessions.harbor_trial import TrialRun, TrialSpec
 from harness_rl.sessions.outcome import build_outcome, rollout_record, write_record
-from harness_rl.sessions.verdict import judge
+from harness_rl.sessions.verdict import believed, judge
 
 if TYPE_CHECKING:
     from capture_proxy.trace import TrainingTrace
     from harness_rl.sandboxes.bubblewrap import Verification
-
-logger = logging.getLogger(__name__)
 
 SandboxHooks = Callable[..., AbstractContextManager[Any]]
 """`sandbox_hooks(on_listener=...)`: tells the sandbox that is made inside the block who takes over its one open port."""
@@ -155,7 +152,9 @@ class HarborSession:
             self._failure = self._failure or self._run_failure(self._facts)
             if self._failure is None:
                 try:
-                    self._verdict = self._believed(judge(self._facts, folder / TRIAL_FOLDER, self._trial.steps, section.key))
+                    verdict = judge(self._facts, folder / TRIAL_FOLDER, self._trial.steps, section.key)
+                    who = f"rollout {self.spec.name}: its agent"
+                    self._verdict = believed(verdict, self._left, self._trial.shared_verifier, section.tampered, who)
                 except RolloutFailure as failure:
                     self._verdict = failure
         elif self._failure is None:
@@ -164,14 +163,6 @@ class HarborSession:
             await asyncio.to_thread(write_record, folder, self._record(), self.capture.trace)
         except OSError as error:
             self._failure = self._failure or RolloutFailure(Cause.INTERNAL, f"{folder}: the rollout's record could not be written: {error}")
-
-    def _believed(self, verdict: VerifyResult) -> VerifyResult:
-        """What programs said that the agent had replaced pays nothing (`reward.tampered`)."""
-        replaced = sorted({name for found in self._left for name in found.replaced})
-        if not replaced or self._services.config.reward.tampered == "keep" or not self._trial.shared_verifier:
-            return verdict
-        logger.warning("rollout %s: its agent replaced %s: its reward is at most 0", self.spec.name, ", ".join(replaced))
-        return replace(verdict, env_reward=None if verdict.env_reward is None else min(verdict.env_reward, 0.0))
 
     def _run_failure(self, facts: TrialFacts) -> RolloutFailure | None:
         """A sandbox or an agent that never came up explains a missing trace, not the other way round."""

@@ -6,14 +6,22 @@ its own download failed) has not measured the rollout: that is an error, not a 0
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from harness_rl.errors import Cause
 from harness_rl.sessions.base import RolloutFailure, VerifyResult
 from harness_rl.sessions.causes import TrialFacts, verdict_failure
 from harness_rl.sessions.rewards import RewardError, choose_reward, read_rewards
+
+if TYPE_CHECKING:
+    from harness_rl.sandboxes.bubblewrap import Verification
+
+logger = logging.getLogger(__name__)
 
 STDOUT_NAME = "test-stdout.txt"
 _MAX_OUTPUT = 1 << 20
@@ -46,6 +54,18 @@ def judge(facts: TrialFacts, trial_dir: Path, steps: list[str], key: str) -> Ver
             if missing := tests_never_ran(_output(folder)):
                 raise RolloutFailure(Cause.VERIFIER, f"the tests never ran: {missing}")
     return VerifyResult(env_reward=reward, metrics=metrics, artifacts=_artifacts(folders, trial_dir))
+
+
+def believed(verdict: VerifyResult, left: Sequence[Verification], shared: bool, policy: str, who: str) -> VerifyResult:
+    """The verdict as far as it may be believed: what programs said that the agent had replaced pays nothing (`reward.tampered`).
+
+    `left` is what each step's sandbox was found with, `shared` whether a verdict was given in the agent's own sandbox.
+    """
+    replaced = sorted({name for found in left for name in found.replaced})
+    if not replaced or policy == "keep" or not shared:
+        return verdict
+    logger.warning("%s replaced %s: its reward is at most 0", who, ", ".join(replaced))
+    return replace(verdict, env_reward=None if verdict.env_reward is None else min(verdict.env_reward, 0.0))
 
 
 def tests_never_ran(output: str) -> str | None:
