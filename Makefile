@@ -10,7 +10,7 @@ TASKS := examples/tasks/quickstart
 ARGS ?=
 RL := .venv/bin/harness-rl
 
-.PHONY: help setup openenv prepare quickstart test test-full accept soak lint bench bench-proxy lock clean distclean
+.PHONY: help setup openenv prepare quickstart test test-full accept accept-opencode soak lint bench bench-proxy lock clean distclean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -38,6 +38,10 @@ test-full: prepare openenv ## the tests with the long matrices
 
 accept: prepare ## the learning runs and their controls, three seeds (three hours)
 	.venv/bin/python tests/accept/quickstart.py $(ARGS)
+
+accept-opencode: prepare ## stock opencode learns the quickstart's tasks (an hour and a half)
+	$(RL) agents build opencode >/dev/null
+	.venv/bin/python tests/accept/opencode.py $(ARGS)
 
 soak: prepare ## two hours of the quickstart with a process killed every five minutes
 	.venv/bin/python tests/accept/soak.py $(ARGS)
