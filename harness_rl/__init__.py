@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from harness_rl.sessions.base import HarnessRolloutOutcome, VerifyResult
     from harness_rl.sessions.harbor import HarborSessionFactory
     from harness_rl.sessions.harbor_environment import HarborEnvironment
+    from harness_rl.sessions.openenv_servers import openenv_server
     from harness_rl.trainer import AsyncGRPOTrainer, GRPOTrainer, HarnessAsyncGRPOTrainer
     from harness_rl.trl.config import AsyncGRPOConfig, GRPOConfig
 
@@ -21,6 +22,7 @@ __all__ = [
     "HarnessAsyncGRPOTrainer",
     "HarnessRolloutOutcome",
     "VerifyResult",
+    "openenv_server",
 ]
 
 _HOMES = {
@@ -33,6 +35,7 @@ _HOMES = {
     "HarnessAsyncGRPOTrainer": "harness_rl.trainer",
     "HarnessRolloutOutcome": "harness_rl.sessions.base",
     "VerifyResult": "harness_rl.sessions.base",
+    "openenv_server": "harness_rl.sessions.openenv_servers",
 }
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -40,6 +40,8 @@ from harness_rl.trl.tokenizer import check_template, load_tokenizer
 
 Environments = EnvironmentFactory | Mapping[str, EnvironmentFactory] | None
 Resume = bool | str | Path | None
+Around = Callable[[Coroutine[Any, Any, Outcome]], Coroutine[Any, Any, Outcome]]
+"""What is done before and after a run."""
 EPISODE_S = 1800.0
 """Wall clock of a conversation in an environment, where none is given: TRL knows no such limit, here every wait has one."""
 _NOT_THE_MODEL = ("optimizer*", "rng*", "COMPLETE", "trainer*")
@@ -153,7 +155,7 @@ class _EnvironmentTrainer:
         """
         inputs = resolve_inputs(self.config, factory=self.factory, eval_factory=self._eval, observer=self._observer)
         check_template(self._given_processing_class, inputs.model_path)
-        outcome = _run(self.config, inputs, resume_from_checkpoint or self.args.resume_from_checkpoint)
+        outcome = _run(self.config, inputs, resume_from_checkpoint or self.args.resume_from_checkpoint, self._with_servers)
         self._trained = None if outcome.result is None else outcome.result.checkpoint
         return outcome
 
@@ -171,7 +173,8 @@ class _EnvironmentTrainer:
         config = config.model_copy(update={"run": config.run.model_copy(update={"name": f"{config.run.name}-eval"})})
         config.run.name = free_name(config)
         inputs = resolve_inputs(config, factory=self.factory, eval_factory=factory)
-        found = run_until_signal(lambda: evaluate_only(config, inputs), config.run.stop_grace_s).evaluation
+        work = lambda: self._with_servers(evaluate_only(config, inputs))  # noqa: E731
+        found = run_until_signal(work, config.run.stop_grace_s).evaluation
         assert found is not None, "evaluate_only made it"
         return {
             "eval_reward": found.reward,
@@ -179,6 +182,18 @@ class _EnvironmentTrainer:
             "eval_reward_high": found.high,
             "eval_unscored": float(found.unscored),
         }
+
+    async def _with_servers(self, work: Coroutine[Any, Any, Outcome]) -> Outcome:
+        """The run, once the OpenEnv servers have room for it; its environments are given up with it. Raises UserError."""
+        try:
+            try:
+                await self.factory.check_servers(self.config.rollout.max_concurrent_rollouts)
+            except BaseException:
+                work.close()
+                raise
+            return await work
+        finally:
+            await self.factory.close()
 
     _trained: Path | None = None
 
@@ -286,13 +301,17 @@ def _with_model(config: RunConfig, model: str) -> RunConfig:
     return config.model_copy(update={"model": config.model.model_copy(update={"name": model})})
 
 
-def _run(config: RunConfig, inputs: Inputs, resume: Resume) -> Outcome:
+async def _alone(work: Coroutine[Any, Any, Outcome]) -> Outcome:
+    return await work
+
+
+def _run(config: RunConfig, inputs: Inputs, resume: Resume, around: Around = _alone) -> Outcome:
     config = config.model_copy(update={"run": config.run.model_copy()})
     if resume:
         config = resumed_config(config.run_dir if resume is True else Path(resume), config)
     else:
         config.run.name = free_name(config)
-    return run_until_signal(lambda: train(config, inputs, resume=bool(resume)), config.run.stop_grace_s)
+    return run_until_signal(lambda: around(train(config, inputs, resume=bool(resume))), config.run.stop_grace_s)
 
 
 def _rows(dataset: Iterable[dict[str, Any]] | None, args: FlatConfig, needs_rows: bool, name: str) -> list[dict[str, Any]]:

@@ -6,8 +6,10 @@ names no environment, columns that `reset` does not take, no reward at all) is r
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import inspect
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -17,7 +19,9 @@ from harness_rl.errors import UserError
 from harness_rl.sessions.base import SessionServices
 from harness_rl.sessions.capture import Capture, mint
 from harness_rl.sessions.environment_session import EnvironmentSession, EpisodeSpec
-from harness_rl.sessions.environments import EnvironmentFactory, EnvironmentKind, first_messages
+from harness_rl.sessions.environments import PROBE_S, EnvironmentFactory, EnvironmentKind, first_messages
+from harness_rl.sessions.openenv import CLIENT_MODULE
+from harness_rl.sessions.openenv_servers import check_room
 from harness_rl.sessions.rewardfuncs import RewardFunc, check_reserved, weighted_rewards
 from harness_rl.sessions.rollout_func_session import RolloutFuncSession, UsersLoop
 from harness_rl.sessions.toolschema import function_name
@@ -26,6 +30,8 @@ Demonstrations = Callable[[dict[str, Any]], list[dict[str, Any]]]
 """Data set row -> the assistant turns that solve it: `[{"content": ..., "tool_calls": [{"name": ..., "arguments": {...}}]}, ...]`."""
 ROUTE = "environment"
 """The column that names a row's environment, where there are several."""
+CHECKED_ROWS = 8
+"""About so many rows of each environment are tried to see which servers it uses (one class may route on a column of its own)."""
 
 
 class EnvironmentSessionFactory:
@@ -157,6 +163,46 @@ class EnvironmentSessionFactory:
         if self._loop is not None:
             return RolloutFuncSession(spec, capture, services, about, self._loop)
         return EnvironmentSession(spec, capture, services, about)
+
+    async def check_servers(self, sessions: int) -> None:
+        """Whether the OpenEnv servers that the environments use take that many sessions at once. Raises UserError.
+
+        Which servers these are, the environments themselves show: one instance of each is reset with a few rows, and given up. Where no
+        script has imported OpenEnv's client, nothing is done.
+        """
+        if CLIENT_MODULE not in sys.modules or self._loop is not None:
+            return
+        urls: set[str] = set()
+        for name, kind in self.kinds.items():
+            rows = [row for row in self._rows if not self._routed or row[ROUTE] == name]
+            if kind.type is not None and rows:
+                urls |= await self._urls_of(kind, rows[:: max(1, len(rows) // CHECKED_ROWS)])
+        for url in sorted(urls):
+            await check_room(url, sessions)
+
+    async def _urls_of(self, kind: EnvironmentKind, rows: list[dict[str, Any]]) -> set[str]:
+        instance = await kind.take()
+        found: set[str] = set()
+        try:
+            for row in rows:
+                instance.watch.begin()
+                async with asyncio.timeout(PROBE_S):
+                    await instance.call(instance.environment.reset, **self._columns(row))
+                found |= instance.watch.urls | instance.watch.made_for
+        except TimeoutError:
+            raise UserError(f"{kind.label}.reset took more than {PROBE_S:g} s before the run; is its OpenEnv server up?") from None
+        except Exception as error:  # noqa: BLE001 - the user's code may raise anything
+            raise UserError(
+                f"{kind.label}.reset failed before the run: {type(error).__name__}: {' '.join(str(error).split())[:400]}"
+            ) from None
+        finally:
+            await instance.retire()
+        return found
+
+    async def close(self) -> None:
+        """Give up all idle environments and close their OpenEnv sessions."""
+        for kind in self.kinds.values():
+            await kind.close()
 
     def _columns(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """What `reset` gets: every column, less the one that only chooses the environment."""

@@ -169,12 +169,14 @@ class EnvironmentSession:
         spec, kind = self.spec, self.spec.kind
         messages = first_messages(spec.row, "data set row")
         self._instance = await kind.take()
+        self._instance.watch.begin()
         if kind.type is None:
             return messages
         try:
             observation = await self._instance.call(self._instance.environment.reset, **spec.columns)
         except Exception as error:
             raise environment_failure(error, f"{kind.label}.reset raised") from error
+        self._instance.watch.play()
         return with_observation(messages, observation, kind.label)
 
     def _tools(self) -> dict[str, Tool]:
@@ -255,7 +257,7 @@ class EnvironmentSession:
             if self._whole:
                 self.spec.kind.put(self._instance)
             else:
-                self._instance.retire()
+                await self._instance.retire()
             self._instance = None
         await self.capture.delete()
 

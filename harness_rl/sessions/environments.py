@@ -15,6 +15,7 @@ from typing import Any
 
 from harness_rl.errors import Cause, UserError
 from harness_rl.sessions.base import RolloutFailure
+from harness_rl.sessions.openenv import SessionWatch
 from harness_rl.sessions.ownthread import OwnThread, contained
 from harness_rl.sessions.toolschema import Schema, function_name, tool_schema
 
@@ -29,8 +30,10 @@ RESERVED = ("prompts", "completions", "completion_ids")
 class Instance:
     """One environment and its thread; without an environment, just a thread for plain tools and reward functions."""
 
-    def __init__(self, environment: Any, thread: OwnThread) -> None:
+    def __init__(self, environment: Any, thread: OwnThread, watch: SessionWatch) -> None:
         self.environment = environment
+        self.watch = watch
+        """Of the OpenEnv clients that its code uses."""
         self._thread = thread
 
     @property
@@ -39,15 +42,29 @@ class Instance:
         return self._thread.busy
 
     async def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What a method of the environment, or a function that may touch it, returns or raises."""
+        """What a method of the environment, or a function that may touch it, returns or raises.
+
+        Raises RolloutFailure where an OpenEnv session was lost, whatever the function made of that.
+        """
+        try:
+            with self.watch.active():
+                result = await self._call(function, *args, **kwargs)
+        except Exception:
+            self.watch.check()
+            raise
+        self.watch.check()
+        return result
+
+    async def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if inspect.iscoroutinefunction(function):
             return await _awaited(function(*args, **kwargs))
         result = await self._thread.call(function, *args, **kwargs)
         return await _awaited(result) if inspect.isawaitable(result) else result
 
-    def retire(self) -> None:
-        """It gets no further work; what runs comes to its end."""
+    async def retire(self) -> None:
+        """It gets no further work; what runs comes to its end, and its OpenEnv sessions are closed."""
         self._thread.close()
+        await self.watch.close()
 
 
 async def _awaited(work: Any) -> Any:
@@ -89,9 +106,11 @@ class EnvironmentKind:
     def _probe(self, factory: EnvironmentFactory, where: str) -> None:
         if not callable(factory):
             raise UserError(f"{where}: {factory!r:.80} is not callable; give the class itself, or a function that makes an instance")
-        thread = OwnThread(f"{where} 0")
+        thread, watch = OwnThread(f"{where} 0"), SessionWatch()
         try:
-            environment = thread.submit(factory).result(PROBE_S)
+            with watch.active():
+                making = thread.submit(factory)
+            environment = making.result(PROBE_S)
         except TimeoutError:
             raise UserError(f"{where}: making an instance took more than {PROBE_S:g} s; connect lazily, in reset()") from None
         except Exception as error:  # noqa: BLE001 - the user's code may raise anything
@@ -107,7 +126,7 @@ class EnvironmentKind:
             raise UserError(f"{where}: {self.label}.{taken[0]} and the tool {taken[0]} have one name; rename one of them")
         self.schemas += [tool_schema(members[method], self.label) for method in self.methods]
         self.made = 1
-        self._idle.append(Instance(environment, thread))
+        self._idle.append(Instance(environment, thread, watch))
 
     def check_columns(self, columns: Mapping[str, Any], where: str) -> None:
         """Whether `reset` takes these columns. Raises UserError."""
@@ -123,11 +142,13 @@ class EnvironmentKind:
         if self._idle:
             return self._idle.popleft()
         self.made += 1
-        thread = OwnThread(f"{self.label} {self.made - 1}")
+        thread, watch = OwnThread(f"{self.label} {self.made - 1}"), SessionWatch()
         if self._factory is None:
-            return Instance(None, thread)
+            return Instance(None, thread, watch)
         try:
-            return Instance(await thread.call(self._factory), thread)
+            with watch.active():
+                making = thread.submit(self._factory)
+            return Instance(await asyncio.wrap_future(making), thread, watch)
         except Exception as error:
             thread.close()
             raise environment_failure(error, f"{self.label} could not be made") from error
@@ -139,14 +160,15 @@ class EnvironmentKind:
         """It may be reset for another episode."""
         self._idle.append(instance)
 
-
-class EnvironmentLost(Exception):
-    """The environment's connection broke: what it would answer now says nothing about this episode."""
+    async def close(self) -> None:
+        """Give up the idle instances."""
+        while self._idle:
+            await self._idle.popleft().retire()
 
 
 def is_lost(error: BaseException) -> bool:
-    """Ours, or an OpenEnv client's `SessionLostError`, known by its name because OpenEnv may not be installed."""
-    return isinstance(error, EnvironmentLost) or "SessionLostError" in {kind.__name__ for kind in type(error).__mro__}
+    """An OpenEnv client's `SessionLostError`, known by its name because OpenEnv may not be installed."""
+    return "SessionLostError" in {kind.__name__ for kind in type(error).__mro__}
 
 
 def environment_failure(error: Exception, words: str) -> RolloutFailure:

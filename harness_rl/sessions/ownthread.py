@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextvars
 import queue
 import threading
 from collections.abc import Callable
@@ -32,10 +33,12 @@ class OwnThread:
         return await asyncio.wrap_future(self.submit(function, *args, **kwargs))
 
     def submit(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> concurrent.futures.Future[Any]:
+        """The same as a future. `function` sees the asker's context variables."""
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        context = contextvars.copy_context()
         with self._lock:
             self._pending += 1
-        self._work.put((lambda: function(*args, **kwargs), future))
+        self._work.put((lambda: context.run(function, *args, **kwargs), future))
         return future
 
     def close(self) -> None:

@@ -121,6 +121,8 @@ async def score_sample(functions: Sequence[WeightedReward], sample: Sample) -> S
 async def _run(instance: Instance, name: str, function: Callable[..., Any], **arguments: Any) -> Any:
     try:
         return await instance.call(function, **arguments)
+    except RolloutFailure:
+        raise
     except Exception as error:
         cause = Cause.ENVIRONMENT_LOST if is_lost(error) else Cause.REWARD_FUNCTION
         raise RolloutFailure(cause, f"{name} raised {type(error).__name__}: {' '.join(str(error).split())[:400]}") from error

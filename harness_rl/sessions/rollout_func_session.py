@@ -47,6 +47,7 @@ class RolloutFuncSession(EnvironmentSession):
         row = self.spec.row
         self._episode = Episode(first_messages(row, "data set row"))
         self._instance = await self.spec.kind.take()
+        self._instance.watch.begin()
 
         async def generate(prompt: Any, tools: list[Any] | None) -> dict[str, Any]:
             return await self._generate(policy, prompt, tools)

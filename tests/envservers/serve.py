@@ -1,0 +1,17 @@
+"""The tests' servers in one process: the ledger, `/echo` and `/openspiel`. CLOSE_EVERY_S: how long each WebSocket lasts, in seconds."""
+
+from __future__ import annotations
+
+import os
+
+from envs.echo_env.server import app as echo
+from envs.openspiel_env.server import app as openspiel
+from envservers.apps import Closing, LedgerAction, LedgerEnvironment, LedgerObservation
+from openenv.core.env_server import create_app
+
+main = create_app(LedgerEnvironment, LedgerAction, LedgerObservation, max_concurrent_envs=int(os.environ["MAX_CONCURRENT_ENVS"]))
+main.add_api_route("/pid", os.getpid)
+main.mount("/echo", echo)
+main.mount("/openspiel", openspiel)
+seconds = float(os.environ.get("CLOSE_EVERY_S", "0"))
+app = Closing(main, seconds) if seconds else main
