@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,8 +20,12 @@ from harness_rl.sessions.openenv import SessionWatch
 from harness_rl.sessions.ownthread import OwnThread, contained
 from harness_rl.sessions.toolschema import Schema, function_name, tool_schema
 
+logger = logging.getLogger(__name__)
+
 EnvironmentFactory = Callable[[], Any]
 """A class, or a callable without arguments that makes an instance."""
+LEAVE_S = 90.0
+"""How long an environment may take to let go of what it holds."""
 PROBE_S = 120.0
 """How long the first instance of each environment may take to be made."""
 RESERVED = ("prompts", "completions", "completion_ids")
@@ -62,9 +67,22 @@ class Instance:
         return await _awaited(result) if inspect.isawaitable(result) else result
 
     async def retire(self) -> None:
-        """It gets no further work; what runs comes to its end, and its OpenEnv sessions are closed."""
+        """No further work: it is left, where it is a context manager, and its OpenEnv sessions are closed. Bounded; never raises."""
+        try:
+            async with asyncio.timeout(LEAVE_S):
+                await self._leave()
+        except Exception as error:  # noqa: BLE001 - it is given up; what it says about that is for the log
+            logger.warning("leaving %s: %s: %s", type(self.environment).__name__, type(error).__name__, error)
         self._thread.close()
         await self.watch.close()
+
+    async def _leave(self) -> None:
+        """What it holds outside of this process (a sandbox, a browser) it lets go of in `__aexit__` or `__exit__`."""
+        kind = type(self.environment)
+        if hasattr(kind, "__aexit__"):
+            await _awaited(self.environment.__aexit__(None, None, None))
+        elif hasattr(kind, "__exit__"):
+            await self._thread.call(self.environment.__exit__, None, None, None)
 
 
 async def _awaited(work: Any) -> Any:

@@ -137,7 +137,7 @@ async def test_rule_2_a_block_that_a_text_model_cannot_be_shown_is_named(bench: 
         def reset(self, **columns: Any) -> Any:
             return [{"type": "image", "image": "a cat"}]
 
-    with pytest.raises(RolloutFailure, match="a part of type 'image' is not supported") as caught:
+    with pytest.raises(RolloutFailure, match="a part of type 'image' is not served here") as caught:
         await bench.play(bench.factory(Shows))
     assert caught.value.cause is Cause.ENVIRONMENT
 
@@ -311,6 +311,54 @@ async def test_rule_6_an_instance_that_failed_is_not_used_again(bench: Bench):
     await bench.play(factory)
     await bench.play(factory)
     assert Fragile.made == 2
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_rule_6_an_instance_that_is_a_context_manager_is_left_once_when_it_is_given_up(bench: Bench, is_async: bool):
+    left: list[int] = []
+
+    class Plain(Counter):
+        made = 0
+
+        def reset(self, fails: bool, **columns: Any) -> None:
+            if fails:
+                raise OSError("the browser crashed")
+
+    class Sync(Plain):
+        def __exit__(self, *error: object) -> None:
+            assert error == (None, None, None)
+            left.append(id(self))
+
+    class Async(Plain):
+        async def __aexit__(self, *error: object) -> None:
+            await asyncio.sleep(0)
+            left.append(id(self))
+
+    rows = [{"prompt": PLAY, "fails": True}, {"prompt": PLAY, "fails": False}]
+    factory = bench.factory(Async if is_async else Sync, rows=rows)
+    with pytest.raises(RolloutFailure, match="the browser crashed"):
+        await bench.play(factory, rows[0])
+    assert len(left) == 1
+    await bench.play(factory, rows[1])
+    assert len(left) == 1
+    await factory.close()
+    assert len(set(left)) == 2
+    assert "__exit__" not in str(bench.offered()) and "__aexit__" not in str(bench.offered())
+
+
+async def test_rule_6_an_instance_that_will_not_let_go_holds_nothing_up(bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog):
+    monkeypatch.setattr("harness_rl.sessions.environments.LEAVE_S", 0.05)
+
+    class Clings(Counter):
+        def reset(self, **columns: Any) -> None: ...
+
+        async def __aexit__(self, *error: object) -> None:
+            await asyncio.Event().wait()
+
+    factory = bench.factory(Clings)
+    await bench.play(factory)
+    await asyncio.wait_for(factory.close(), 5)
+    assert "leaving Clings: TimeoutError" in caplog.text
 
 
 async def test_rule_6_an_instance_that_cannot_be_made_fails_its_rollout_only(bench: Bench):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from environments.bench import a_bench, call
 
 from harness_rl.errors import UserError
 from harness_rl.sandboxes.reaper import audit
@@ -98,6 +100,30 @@ async def test_tasks_that_it_cannot_play_are_refused_by_name(environment: Harbor
     (steps / "steps" / "one" / "instruction.md").write_text("Do it.")
     with pytest.raises(UserError, match="steps: it has several steps"):
         await environment.reset(str(steps))
+
+
+async def test_a_session_plays_it_and_a_broken_one_leaves_no_sandbox(tmp_path: Path) -> None:
+    rows = task_rows(write_task(tmp_path / "task"))
+    async with a_bench(tmp_path / "bench") as bench:
+        factory = bench.factory(HarborEnvironment, rows=rows)
+        bench.engine.say(call("bash", command=WRITE))
+        bench.engine.say("Done.")
+        session = await bench.play(factory)
+        assert session.verify().env_reward == 1.0
+        assert "<|im_start|>user\nWrite the word hello to hello.txt.<|im_end|>" in bench.prompts()[0]
+        assert [turn.metadata["mask_reason"] for turn in session.fetch_training_trace().turns] == [None, None]
+        bench.engine.say(call("bash", command="sleep 100"))
+        running = await bench.session(factory)
+        task = asyncio.create_task(running.run())
+        async with asyncio.timeout(60):
+            while len(bench.engine.sampled) < 3:
+                await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await running.close()
+        await factory.close()
+    assert audit().total == 0
 
 
 def test_its_rows_and_its_one_tool(tmp_path: Path) -> None:
