@@ -119,6 +119,9 @@ class RolloutSection(Section):
     """What the model sees of its earlier thinking: what template and agent show, or all of it, so that every conversation is one row."""
     control_tokens: Literal["as_engine", "split"] = "as_engine"
     """What a control token becomes that a tool's output quotes: one of the engine's, or the text that it is."""
+    mask_truncated: bool = False
+    """Keep the tokens of a rollout that a limit cut (the last answer's length, or the conversation's) out of the loss. Its reward stays in
+    the baseline (DAPO's overlong filtering, arXiv 2503.14476)."""
     max_calls: int = Field(8, ge=0)
     """Answers of the model in one rollout; 0 = no such limit."""
     deadline_s: float = Field(300.0, gt=0)

@@ -66,6 +66,8 @@ class Assembler:
     function: AdvantageFunction | None = None
     """The user's own, in place of all the above."""
     balance: bool = False
+    mask_truncated: bool = False
+    """Rollouts that a limit cut give a reward to the baseline and no rows."""
     shuffle: bool = False
     seed: int = 0
     batches_closed: int = 0
@@ -132,7 +134,7 @@ class Assembler:
             advantages = shuffled(advantages, f"{self.seed}/{group.group_id}")
         rows = []
         for rollout, advantage in zip(group.rollouts, advantages, strict=True):
-            if advantage is None or rollout.outcome is None:
+            if advantage is None or rollout.outcome is None or (self.mask_truncated and rollout.outcome.truncated):
                 continue
             for row in build_rows(rollout.outcome.trace, rollout.rollout_id, group.group_id, counts=self.row_counts):
                 row.advantage = advantage
@@ -144,6 +146,8 @@ class Assembler:
         credits = ask(function, [outcome for _, outcome, _ in scored], [reward for _, _, reward in scored])
         rows = []
         for (rollout_id, outcome, _), credit in zip(scored, credits, strict=True):
+            if self.mask_truncated and outcome.truncated:
+                continue
             built = build_rows(outcome.trace, rollout_id, group.group_id, counts=self.row_counts)
             give(built, credit)
             rows += built

@@ -135,6 +135,7 @@ class TrainingRun:
             baseline=config.rollout.advantage_baseline,
             function=self.advantage_function,
             balance=config.rollout.balance_groups,
+            mask_truncated=config.rollout.mask_truncated,
             shuffle=config.rollout.shuffle_advantages,
             seed=config.run.seed,
         )

@@ -109,6 +109,11 @@ class HarnessRolloutOutcome:
     """Captured model calls."""
     stop_reason: str = StopReason.FINISHED.value
 
+    @property
+    def truncated(self) -> bool:
+        """A limit cut it: the last answer's length, or the conversation's."""
+        return bool(self.metrics.get("rollout/truncated"))
+
 
 class Session(Protocol):
     async def run(self) -> None:

@@ -119,8 +119,10 @@ class EnvironmentSession:
         episode = self._episode
         if episode is None:
             return outcome
+        cut = outcome.truncated or episode.truncated
         return replace(
             outcome,
+            metrics={**outcome.metrics, "rollout/truncated": float(cut)},
             completion=episode.messages,
             tool_call_count=episode.calls.total(),
             tool_failure_count=episode.failures.total(),

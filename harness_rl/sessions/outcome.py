@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from capture_proxy.reasons import Reason
 from harness_rl.sessions.base import HarnessRolloutOutcome, RolloutFailure, StopReason, VerifyResult
 from harness_rl.sessions.causes import TrialFacts
+from harness_rl.sessions.history_search import search_count
 
 if TYPE_CHECKING:
     from capture_proxy.trace import TrainingTrace, TrainingTurn
@@ -42,10 +43,16 @@ def build_outcome(trace: TrainingTrace, verdict: VerifyResult, facts: TrialFacts
         tool_failure_count=sum(_failed(content) for content in _tool_results(used)),
         tool_calls_by_name=dict(names),
         timed_out=facts.timed_out,
-        metrics=dict(verdict.metrics),
+        metrics={**verdict.metrics, **_flags(used, facts)},
         turns=len(trace.turns),
         stop_reason=_stop_reason(facts).value,
     )
+
+
+def _flags(used: list[TrainingTurn], facts: TrialFacts) -> dict[str, float]:
+    """What is counted of every rollout and changes no reward by itself."""
+    cut = facts.limit_reached or (bool(used) and used[-1].metadata.get("finish_reason") == "length")
+    return {"rollout/history_search": float(search_count(map(_message, used)) > 0), "rollout/truncated": float(cut)}
 
 
 def used_turns(trace: TrainingTrace) -> list[TrainingTurn]:

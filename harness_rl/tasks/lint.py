@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from harness_rl.tasks.history import Unreadable, hidden_commits, stores
 from harness_rl.tasks.load import SOLUTION, TaskRef
 
 TEST = "tests/test.sh"
@@ -32,7 +33,7 @@ def lint(task: TaskRef) -> list[Problem]:
     config, problem = _parse(task)
     if problem is not None:
         return [problem]
-    return [*_files(task, bool(config.steps)), *_environment(task, config), *_definition(task, config)]
+    return [*_files(task, bool(config.steps)), *_environment(task, config), *_definition(task, config), *_history(task)]
 
 
 def _parse(task: TaskRef) -> tuple[Any, Problem | None]:
@@ -92,6 +93,18 @@ def _definition(task: TaskRef, config: Any) -> Iterator[Problem]:
         check_definition(folder, image)
     except SandboxBuildFailedError as error:
         yield Problem("definition", str(error))
+
+
+def _history(task: TaskRef) -> Iterator[Problem]:
+    for store in stores(task.path / "environment"):
+        try:
+            hidden = hidden_commits(store)
+        except Unreadable as error:
+            yield Problem("history", f"{store} cannot be searched for later commits ({error}); repair it, or leave it out")
+            continue
+        if hidden:
+            cure = "keep the checked-out history alone (git clone --no-local --single-branch --no-tags)"
+            yield Problem("history", f"{store} holds {len(hidden)} commits that the checkout does not show, {hidden[0][:12]} first; {cure}")
 
 
 def _word(value: Any) -> str:

@@ -277,9 +277,7 @@ GRPO = _table(
         "rewards are summed, then normalised; return one function's combined reward instead",
         multi_objective_aggregation="sum_then_normalize",
     ),
-    _refused(
-        "return None from a reward function for a truncated completion: it then leaves the baseline too", mask_truncated_completions=False
-    ),
+    _mapped(mask_truncated_completions=("rollout.mask_truncated", False)),
     _refused(
         "there is no such term here; your own loss goes into learner={'objective': 'file.py:name'}",
         top_entropy_quantile=1.0,

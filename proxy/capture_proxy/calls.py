@@ -174,6 +174,8 @@ def _turn(ctx: Context, session: Session, call: AgentCall, running: RunningCall,
     versions, ranged = _versions(ctx, done)
     if sample.problem is not None:
         session.note("token_count_mismatch", sample.problem, running.seq)
+    if done.open_ended:
+        session.note("end_of_turn_not_sampled", f"the answer ends with id {sample.ids[-1]}, which is text: no end is trained", running.seq)
     if done.built is not None and done.built.fork_cause is not None:
         session.note("fork", done.built.fork_cause, running.seq)
     leading = call.messages[0]

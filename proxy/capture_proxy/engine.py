@@ -103,6 +103,8 @@ class Engine:
         """Requests that were sent again."""
         self.closing_token: int | None = None
         """The id that ends an assistant turn in the model's template, once it is known (`splice.closing_token`)."""
+        self.turn_ends: dict[int, bool] = {}
+        """Last ids of answers that were looked at: whether each ends a turn or is text (`sampling.ends_turn`)."""
         self.generation = 0
         """Grows when what was learnt of the server no longer counts."""
         self._http = HttpClient(self.url, CONNECT_TIMEOUT_S)
@@ -133,6 +135,7 @@ class Engine:
         """The server may have been restarted with other flags."""
         self._info = None
         self.closing_token = None
+        self.turn_ends.clear()
         self.generation += 1
 
     async def render(self, chat: dict[str, Any], known: Ids | None = None) -> Rendered:

@@ -7,9 +7,12 @@ what it was given and what it sampled are the very arrays that are recorded.
 from __future__ import annotations
 
 import hashlib
+import re
 import secrets
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from capture_proxy.bigjson import off_loop
 from capture_proxy.certify import Certificates
@@ -23,6 +26,7 @@ from capture_proxy.rendering import Prompt, build_prompt, visible
 from capture_proxy.sample import Sample
 from capture_proxy.scripted import demonstrate
 from capture_proxy.session import RunningCall, Session
+from capture_proxy.splice import Fork, closing_token
 from capture_proxy.view import View, chat_fields
 
 
@@ -57,6 +61,8 @@ class Sampled:
     """The server's weight version before and after, where it does not report one per token."""
     quoted: tuple[str, ...] = ()
     """Control tokens that stand in the text of users and tools."""
+    open_ended: bool = False
+    """The engine says that the model ended its turn, and gives no id that does."""
 
 
 async def sample_by_tokens(
@@ -99,6 +105,7 @@ async def sample_by_tokens(
         constraint = {"structured_outputs": grammar} if grammar else {}
         extra = {**(built.rendered.extra if grammar else {}), **({"features": built.features} if built.features else {})}
         sample = await engine.generate(built.ids, {**params, **constraint}, extra)
+    ended = sample.ended_by_token and await ends_turn(engine, int(sample.ids[-1]), pattern)
     return Sampled(
         engine=engine,
         mode="tokens",
@@ -107,7 +114,7 @@ async def sample_by_tokens(
         rendered=built.rendered.ids,
         chain=keys[-1],
         sample=sample,
-        parsed=await _parse(view, sample, built.ids),
+        parsed=await _parse(view, sample, built.ids, ended),
         parent=parent,
         params=params,
         seed=seed,
@@ -116,6 +123,7 @@ async def sample_by_tokens(
         demonstration=session.spec.script is not None,
         version_range=versions,
         quoted=tuple(dict.fromkeys([*earlier, *fresh])),
+        open_ended=sample.ended_by_token and not ended,
     )
 
 
@@ -192,11 +200,25 @@ def output_room(session: Session, call: AgentCall, prompt_len: int, window: int 
     return min(room) if room else None
 
 
-async def _parse(view: View, sample: Sample, prompt: Ids) -> Parsed:
-    """The answer as the agent gets it, by the engine's own parsers; the end-of-turn id is not text."""
+async def ends_turn(engine: Engine, last: int, control: re.Pattern[str]) -> bool:
+    """Whether an answer's last id ends the turn (the template's end of turn, or another control token) rather than being text."""
+    if last not in engine.turn_ends:
+        try:
+            closes = last == await closing_token(engine)
+        except Fork:  # the template shows no end of turn
+            closes = False
+        if not closes:
+            shown = await engine.detokenize(np.array([last], dtype=np.int32))
+            closes = not shown or control.fullmatch(shown) is not None
+        engine.turn_ends[last] = closes
+    return engine.turn_ends[last]
+
+
+async def _parse(view: View, sample: Sample, prompt: Ids, ended: bool) -> Parsed:
+    """The answer as the agent gets it, by the engine's own parsers; the id that ended the turn is not text."""
     if not len(sample.ids):
         raise EngineError(f"engine {view.engine.url}: {sample.problem or 'it sampled nothing'}")
-    text = sample.ids[:-1] if sample.ended_by_token else sample.ids
+    text = sample.ids[:-1] if ended else sample.ids
     try:
         parsed = await view.derender(text, prompt, sample.finish_reason)
     except EngineRefused as error:

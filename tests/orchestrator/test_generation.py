@@ -182,6 +182,20 @@ def test_a_balanced_group_gives_the_learner_every_row_and_trains_as_many_up_as_d
         assert {member: value for member, value in advantages.items() if value} == expected
 
 
+@pytest.mark.parametrize("own", [None, lambda outcomes, rewards: [reward - 0.5 for reward in rewards]])
+@pytest.mark.parametrize(("mask", "rows"), [(False, {0, 1, 2}), (True, {0, 2})])
+def test_c07_truncated_rollouts_count_in_the_baseline_and_train_only_where_they_may(mask, rows, own):
+    assembler = Assembler(1, 0.0, "none", function=own, mask_truncated=mask)
+    cut = outcome(0.0, metrics={"rollout/truncated": 1.0})
+    members = [outcome(1.0), cut, outcome(0.0, metrics={"rollout/truncated": 0.0})]
+    assembler.add(Group("g", "t", [Rollout(f"g-{n}", "g", n, 1, o.env_reward, o, [], 0.0) for n, o in enumerate(members)]))
+    batch = assembler.close()
+    assert batch is not None
+    found = {int(row.rollout_id[-1]): row.advantage for row in batch.rows}
+    assert set(found) == rows
+    assert own is not None or found[0] == pytest.approx(2 / 3)  # 1 less the mean of all three
+
+
 @pytest.mark.parametrize(
     ("rewards", "usable", "reason"), [([1, 0], True, None), ([1, 1], False, "zero_variance"), ([1, None], False, "unscorable")]
 )

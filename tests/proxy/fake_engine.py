@@ -61,6 +61,8 @@ class Said:
     """`words`: as the text is tokenised; `chars`: one id per character."""
     stop_reason: int | str | None = None
     delay_s: float = 0.0
+    end: int | None = END
+    """The id that ends the turn; None: the server keeps it to itself."""
 
 
 @dataclass
@@ -316,8 +318,8 @@ class FakeEngine:
         finally:
             self.active -= 1
         ids = (self.tokenizer.encode_chars if said.style == "chars" else self.tokenizer.encode)(said.text)
-        if said.finish == "stop" and not isinstance(said.stop_reason, str):
-            ids.append(END)
+        if said.finish == "stop" and not isinstance(said.stop_reason, str) and said.end is not None:
+            ids.append(said.end)
         room = min(params.get("max_tokens") or self.max_model_len, self.max_model_len - len(prompt))
         if len(ids) > room:
             ids, said = ids[:room], Said(said.text, "length")

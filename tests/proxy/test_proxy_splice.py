@@ -93,7 +93,7 @@ async def test_c48_changed_arguments_are_another_answer(served: Served, engine: 
     assert first.metadata["branch"] != second.metadata["branch"]
 
 
-async def test_c42_separator_after_the_end_of_turn_is_context(served: Served, engine: FakeEngine) -> None:
+async def test_b10_c42_the_end_of_turn_is_trained_and_the_separator_after_it_is_context(served: Served, engine: FakeEngine) -> None:
     agent, created = await served.agent()
     engine.say("a b", style="chars")
     await agent.ask()
@@ -103,6 +103,32 @@ async def test_c42_separator_after_the_end_of_turn_is_context(served: Served, en
     assert first.completion_mask[-1] == 1
     rest = second.prompt_token_ids[len(total(first)) :].tolist()
     assert engine.tokenizer.decode(rest) == "\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("style", ["words", "chars"])
+async def test_b10_an_end_of_turn_that_the_server_keeps_to_itself_is_context_and_said(
+    served: Served, engine: FakeEngine, style: str
+) -> None:
+    agent, created = await served.agent()
+    engine.say("all of it", style=style, end=None)
+    choice = await agent.ask()
+    assert choice["message"]["content"] == "all of it" and choice["finish_reason"] == "stop"
+    await agent.ask({"role": "user", "content": "go on"})
+    first, second = (await trace_of(served, created)).turns
+    assert END not in first.completion_token_ids.tolist() and first.completion_mask.all()
+    assert END in second.prompt_token_ids.tolist() and not second.loss_mask[: len(second.prompt_token_ids)].any()
+    findings = (await served.admin.status(created.session_id))["findings"]
+    assert findings[0]["code"] == "end_of_turn_not_sampled"
+
+
+async def test_b10_another_control_token_ends_a_turn_too_and_is_trained(served: Served, engine: FakeEngine) -> None:
+    agent, created = await served.agent()
+    engine.say("all of it", end=engine.tokenizer.id_of("<|endoftext|>"))
+    choice = await agent.ask()
+    assert choice["message"]["content"] == "all of it"
+    (turn,) = (await trace_of(served, created)).turns
+    assert engine.tokenizer.decode(turn.completion_token_ids.tolist()) == "all of it<|endoftext|>" and turn.completion_mask.all()
+    assert (await served.admin.status(created.session_id))["findings"] == []
 
 
 async def test_c52_cut_answer_is_closed_with_unsampled_tokens(served: Served, engine: FakeEngine) -> None:

@@ -74,7 +74,7 @@ def test_outcome_of_the_last_branch() -> None:
     assert outcome.tool_calls_by_name == {"bash": 2, "edit": 1}
     assert outcome.tool_call_count == 3
     assert outcome.tool_failure_count == 2, "a stated return code wins over words, each result counts once"
-    assert outcome.metrics == {"aux": 0.5}
+    assert outcome.metrics == {"aux": 0.5, "rollout/history_search": 0.0, "rollout/truncated": 0.0}
     assert outcome.turns == 6
     assert outcome.stop_reason == "finished"
     assert not outcome.timed_out
@@ -91,6 +91,62 @@ def test_outcome_of_the_last_branch() -> None:
 def test_stop_reason(facts: TrialFacts, reason: str, timed_out: bool) -> None:
     outcome = build_outcome(trace(), VerifyResult(None), facts)
     assert (outcome.stop_reason, outcome.timed_out, outcome.env_reward) == (reason, timed_out, None)
+
+
+@pytest.mark.parametrize(
+    ("reasons", "limit", "truncated"),
+    [(["stop", "stop"], False, False), (["stop", "length"], False, True), (["length", "stop"], False, False), (["stop"], True, True)],
+)
+def test_c07_a_rollout_is_truncated_where_its_end_was_cut(reasons: list[str], limit: bool, truncated: bool) -> None:
+    turns = [turn(f"n{n}", [USER], DONE, finish_reason=reason) for n, reason in enumerate(reasons)]
+    turns.append(turn("title", [USER], DONE, 0, role="auxiliary", mask_reason="auxiliary", finish_reason="length"))
+    made = TrainingTrace.model_validate({"turns": turns})
+    outcome = build_outcome(made, VerifyResult(1.0), TrialFacts(limit_reached=limit))
+    assert outcome.truncated is truncated and outcome.metrics["rollout/truncated"] == float(truncated)
+    assert [turn.metadata["finish_reason"] for turn in made.turns[:-1]] == reasons
+
+
+def shell(command: Any) -> dict[str, Any]:
+    function = {"name": "bash", "arguments": json.dumps({"command": command}) if not isinstance(command, bytes) else command.decode()}
+    return {"id": "c", "type": "function", "function": function}
+
+
+@pytest.mark.parametrize(
+    ("command", "flagged"),
+    [
+        ("git log --all --oneline", True),
+        ("cd repo && git -C . --no-pager log -p --reflog", True),
+        ("git show origin/main:src/a.py", True),
+        ("git reflog", True),
+        ("git -c core.pager=cat fsck --lost-found", True),
+        ("git rev-list --objects -n 5 HEAD", True),
+        ("git cat-file -p 1234abcd", True),
+        ("cat .git/packed-refs", True),
+        ("ls -R /repo/.git/objects/pack", True),
+        ("git checkout stash@{0} -- a.py", True),
+        ("git diff HEAD ORIG_HEAD", True),
+        ("git fetch origin", True),
+        (["bash", "-lc", "git log --branches"], True),
+        (b"git log --all, cut before its end", True),
+        ("git status && git diff", False),
+        ("git log -5 --stat", False),
+        ("git show HEAD~1", False),
+        ("git add -A && git commit -m 'git is fine' && git branch fix", False),
+        ("grep -rn 'reflog' docs", False),
+        ("echo refs/heads; ls digit/objects", False),
+    ],
+)
+def test_i04_a_search_through_the_history_is_flagged_and_ordinary_work_is_not(command: Any, flagged: bool) -> None:
+    made = TrainingTrace.model_validate({"turns": [turn("a", [USER], assistant(shell("ls"), shell(command))), turn("b", LAST, DONE)]})
+    outcome = build_outcome(made, VerifyResult(1.0), TrialFacts())
+    assert outcome.metrics["rollout/history_search"] == float(flagged)
+    assert outcome.env_reward == 1.0  # a report, no verdict
+
+
+def test_i04_a_retry_that_the_agent_threw_away_is_no_search() -> None:
+    thrown = turn("a", [USER], assistant(shell("git log --all")), 0, mask_reason="retry")
+    made = TrainingTrace.model_validate({"turns": [thrown, turn("b", [USER], DONE)]})
+    assert build_outcome(made, VerifyResult(1.0), TrialFacts()).metrics["rollout/history_search"] == 0.0
 
 
 def test_an_empty_trace_has_an_empty_outcome() -> None:

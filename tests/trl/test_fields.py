@@ -103,6 +103,7 @@ def test_a_mapped_field_is_the_setting(config, name, field):
         "chat_template_kwargs": {"enable_thinking": False},
         "reward_weights": [0.5, 2.0],
         "shuffle_dataset": False,
+        "mask_truncated_completions": True,
         "vllm_gpu_memory_utilization": 0.5,
         "adam_beta1": 0.5,
         "adam_beta2": 0.5,

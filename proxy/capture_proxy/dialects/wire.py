@@ -17,6 +17,10 @@ MAX_DEPTH = 200
 _NESTED = (dict, list)
 
 
+_LINE_BREAKS = {ord(char): f"\\u{ord(char):04x}" for char in "\x85\u2028\u2029"}
+"""Some clients (whatever reads with httpx's `iter_lines`) break a line at these too; JSON may write them as escapes."""
+
+
 class BadRequest(Exception):
     """The request cannot be served; the message says which field and why."""
 
@@ -65,7 +69,10 @@ def _finite(text: str) -> float:
 
 def event(data: Any, name: str | None = None) -> bytes:
     """One server-sent event. Lone surrogates, which UTF-8 cannot carry, become question marks."""
-    line = b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace") + b"\n\n"
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    if not text.isascii():
+        text = text.translate(_LINE_BREAKS)
+    line = b"data: " + text.encode("utf-8", "replace") + b"\n\n"
     return line if name is None else f"event: {name}\n".encode() + line
 
 
