@@ -139,6 +139,7 @@ class AdminRoutes:
         ctx = self.proxy.ctx
         totals = ctx.metrics.totals
         totals["engine_retries"] = sum(engine.retries for engine in ctx.pool.engines)
+        totals["engine_aborts"] = sum(engine.aborts for engine in ctx.pool.engines)
         totals["engine_moves"] = ctx.pool.moves
         text = ctx.metrics.text(self._gauges(), await ctx.pool.states(), ctx.pool.load())
         return web.Response(text=text, content_type="text/plain")

@@ -62,7 +62,8 @@ class Proxy:
     def create_session(self, spec: SessionSpec) -> tuple[Session, str]:
         """A new session and its key."""
         key, session_id = self._ours(new_key), self._ours(lambda: "s" + secrets.token_hex(12))
-        session = Session.create(session_id, key_hash(key), spec, self.store.create(session_id))
+        salt = (self.ctx.gate.version or "start") if self.settings.salt_prefix_cache else None
+        session = Session.create(session_id, key_hash(key), spec, self.store.create(session_id), salt)
         self._add(session)
         return session, key
 

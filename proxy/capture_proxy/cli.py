@@ -62,6 +62,11 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--tokenizer", type=Path, metavar="FILE", help="the model's tokenizer.json, for sessions that split quoted control tokens"
     )
+    p.add_argument(
+        "--salt-prefix-cache",
+        action="store_true",
+        help="no session uses blocks that the engine cached under earlier weights than its first",
+    )
     p.add_argument("--durability", choices=("process", "host"), default=Settings.durability, help="what a stored turn survives")
     return p
 
@@ -97,6 +102,7 @@ def settings_from(args: argparse.Namespace) -> Settings:
         handoff_socket=args.handoff_socket,
         capture=args.capture,
         tokenizer=args.tokenizer,
+        salt_prefix_cache=args.salt_prefix_cache,
         durability=args.durability,
         workers=args.workers,
     )

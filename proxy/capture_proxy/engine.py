@@ -10,14 +10,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
+
+import numpy as np
 
 from capture_proxy import fastjson
 from capture_proxy.bigjson import off_loop
 from capture_proxy.codec import Ids, Logps
 from capture_proxy.gate import Gate, HeldTooLong
 from capture_proxy.http1 import HttpClient, NoAnswer
+from capture_proxy.resumption import ABORTED, Partial, cut_at_stop
 from capture_proxy.sample import BadSample, Sample, chat_sample, generate_sample, prompt_scores, rendered_ids, tokenized_ids
 
 T = TypeVar("T")
@@ -101,6 +104,8 @@ class Engine:
         self.model = model
         self.retries = 0
         """Requests that were sent again."""
+        self.aborts = 0
+        """Calls that the server ended on the way; each went on, or began again."""
         self.closing_token: int | None = None
         """The id that ends an assistant turn in the model's template, once it is known (`splice.closing_token`)."""
         self.turn_ends: dict[int, bool] = {}
@@ -146,17 +151,38 @@ class Engine:
         ids = self._checked(rendered_ids, answer)
         return Rendered(ids, params.get("structured_outputs"), tuple(params.get("stop_token_ids") or ()), answer.get("features"), extra)
 
-    async def generate(self, prompt: Ids, params: dict[str, Any], extra: dict[str, Any]) -> Sample:
-        """Samples a completion of `prompt`. An answer that the engine aborted itself is asked for again, within the retry bounds."""
-        body = {"model": self.model, "token_ids": prompt, "sampling_params": {**params, "logprobs": 0}, **extra}
-        for attempt in range(self._retry.server_errors):
+    async def generate(self, prompt: Ids, params: dict[str, Any], extra: dict[str, Any], salt: str | None = None) -> Sample:
+        """Samples a completion of `prompt`; `salt` names the cached blocks that it may use.
+
+        What the engine aborts goes on from what it has sampled (a call with a grammar begins again: the grammar would). Aborts that no
+        update of the weights explains are borne within the retry bounds.
+        """
+        goes_on = not params.get("structured_outputs")
+        call, unexplained = Partial(), 0
+        while True:
+            holds = self._gate.holds
+            whole = np.concatenate([prompt, call.ids]) if len(call.ids) else prompt
+            body = {"model": self.model, "token_ids": whole, "sampling_params": {**call.params(params), "logprobs": 0}, **extra}
+            if salt is not None:
+                body["cache_salt"] = salt
             answer = await self._call("POST", "/inference/v1/generate", body, self._generate_timeout_s)
-            sample = self._checked(generate_sample, answer, len(prompt))
-            if sample.finish_reason != "abort":
-                return sample
-            self.retries += 1
-            await asyncio.sleep(self._backoff(attempt))
-        raise EngineUnavailable(f"engine {self.url} aborted the same call {self._retry.server_errors} times")
+            sample = call.add(self._checked(generate_sample, answer, len(whole)), goes_on)
+            if sample.finish_reason != ABORTED or (sample := call.exhausted(params) or sample).finish_reason != ABORTED:
+                seams = [start for start, _ in call.parts]
+                sample = await cut_at_stop(sample, seams, params.get("stop") or (), self.detokenize)
+                return replace(sample, parts=tuple(call.parts))
+            self.aborts += 1
+            unexplained = await self._after_abort(holds, unexplained)
+
+    async def _after_abort(self, holds: int, unexplained: int) -> int:
+        """How many aborts of a call nothing explains, this one included. Raises `EngineUnavailable` when there are too many."""
+        if self._gate.holds != holds:
+            return unexplained
+        unexplained += 1
+        if unexplained >= self._retry.server_errors:
+            raise EngineUnavailable(f"engine {self.url} aborted the same call {unexplained} times")
+        await asyncio.sleep(self._backoff(unexplained - 1))
+        return unexplained
 
     async def derender(self, sampled: Ids, prompt: Ids, chat: dict[str, Any], finish_reason: str) -> Parsed:
         """Text, reasoning and tool calls of sampled ids. `chat` carries tools, tool_choice and template arguments."""
@@ -178,13 +204,22 @@ class Engine:
         answer = await self._call("POST", "/inference/v1/generate", body, self._generate_timeout_s)
         return self._checked(prompt_scores, answer, ids, start)
 
-    async def chat(self, chat: dict[str, Any], params: dict[str, Any]) -> tuple[Ids, Sample, Parsed]:
-        """Chat capture: the chat route with ids and logprobs. Prompt ids are empty when the server does not report them."""
+    async def chat(self, chat: dict[str, Any], params: dict[str, Any], salt: str | None = None) -> tuple[Ids, Sample, Parsed]:
+        """Chat capture: the chat route with ids and logprobs. Prompt ids are empty when the server does not report them.
+
+        What the engine aborts begins again: this route takes no ids to go on from.
+        """
         wants = {"return_token_ids": True, "return_tokens_as_token_ids": True, "logprobs": True, "top_logprobs": 0}
-        body = {"model": self.model, **chat, **params, **wants}
-        answer = await self._call("POST", "/v1/chat/completions", body, self._generate_timeout_s, ids="prompt_token_ids")
-        prompt, sample = self._checked(chat_sample, answer)
-        return prompt, sample, self._checked(_parsed, answer["choices"][0]["message"])
+        body = {"model": self.model, **chat, **params, **wants, **({} if salt is None else {"cache_salt": salt})}
+        unexplained = 0
+        while True:
+            holds = self._gate.holds
+            answer = await self._call("POST", "/v1/chat/completions", body, self._generate_timeout_s, ids="prompt_token_ids")
+            prompt, sample = self._checked(chat_sample, answer)
+            if sample.finish_reason != ABORTED:
+                return prompt, sample, self._checked(_parsed, answer["choices"][0]["message"])
+            self.aborts += 1
+            unexplained = await self._after_abort(holds, unexplained)
 
     async def count(self, chat: dict[str, Any]) -> int | None:
         """Prompt length of a chat request by `/tokenize`, or None where the server has no such route."""
@@ -257,7 +292,9 @@ class Engine:
         attempt = errors = 0
         while True:
             try:
+                held = time.monotonic()
                 await self._gate.wait()
+                deadline += time.monotonic() - held  # an update is not the server's failure
                 status, answer = await self._http.request(method, path, raw, timeout_s)
             except HeldTooLong as error:
                 raise PolicyHeld(f"engine {self.url}{path}: {error}") from error

@@ -23,6 +23,8 @@ class Gate:
         self.reason: str | None = None
         self.version: str | None = None
         self.waiting = 0
+        self.holds = 0
+        """How often it was closed: a call that an engine aborts meanwhile was aborted for the update."""
 
     @property
     def held(self) -> bool:
@@ -30,6 +32,7 @@ class Gate:
 
     def hold(self, reason: str, timeout_s: float) -> None:
         self.reason, self._timeout_s = reason, timeout_s
+        self.holds += 1
         self._open.clear()
 
     def release(self, version: str | None) -> None:

@@ -37,6 +37,8 @@ class Sample:
     """(weight version, start, end) spans that cover the ids, or None when the engine did not say or they do not."""
     problem: str | None
     cached_tokens: int = 0
+    parts: tuple[tuple[int, int | None], ...] = ()
+    """(first id, seed) of each further request that it took, because the engine ended the one before (`resumption`)."""
 
     @property
     def ended_by_token(self) -> bool:

@@ -104,7 +104,7 @@ async def sample_by_tokens(
             params["stop_token_ids"] = list(built.rendered.stop_token_ids)
         constraint = {"structured_outputs": grammar} if grammar else {}
         extra = {**(built.rendered.extra if grammar else {}), **({"features": built.features} if built.features else {})}
-        sample = await engine.generate(built.ids, {**params, **constraint}, extra)
+        sample = await engine.generate(built.ids, {**params, **constraint}, extra, session.cache_salt)
     ended = sample.ended_by_token and await ends_turn(engine, int(sample.ids[-1]), pattern)
     return Sampled(
         engine=engine,
@@ -140,7 +140,7 @@ async def sample_by_chat(session: Session, call: AgentCall, running: RunningCall
     seed = call_seed(session.spec.sampling.seed, running.seq)
     params = _params(session, call, max_tokens, seed)
     before = await engine.version()
-    prompt, sample, parsed = await engine.chat(fields, params)
+    prompt, sample, parsed = await engine.chat(fields, params, session.cache_salt)
     digest = PrefixHash(prompt)
     json_output = (call.response_format or {}).get("type", "text") != "text"
     return Sampled(

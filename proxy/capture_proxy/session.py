@@ -76,6 +76,8 @@ class Session:
         self.spec = spec
         self.created_at = created_at
         self.log = log
+        self.cache_salt: str | None = None
+        """Of the engine's cached blocks that its calls may use; None: any."""
         self.state: Literal["open", "sealed"] = "open"
         self.graph = TurnGraph()
         self.history = History()
@@ -94,10 +96,13 @@ class Session:
         self._begun: set[int] = set()
 
     @classmethod
-    def create(cls, session_id: str, key_hash: str, spec: SessionSpec, log: SessionLog) -> Session:
+    def create(cls, session_id: str, key_hash: str, spec: SessionSpec, log: SessionLog, cache_salt: str | None = None) -> Session:
         """A new session; its first record holds the key's hash, never the key."""
         session = cls(session_id, key_hash, spec, time.time(), log)
+        session.cache_salt = cache_salt
         header = {"t": "session", "session_id": session_id, "key_hash": key_hash, "created_at": session.created_at}
+        if cache_salt is not None:
+            header["cache_salt"] = cache_salt
         log.append({**header, "spec": spec.model_dump(mode="json")})
         return session
 
@@ -111,6 +116,7 @@ class Session:
             if kind == "session":
                 spec = SessionSpec.model_validate(header["spec"])
                 session = cls(header["session_id"], header["key_hash"], spec, header["created_at"], log)
+                session.cache_salt = header.get("cache_salt")
                 continue
             if session is None or kind == "delete":
                 return None

@@ -34,6 +34,9 @@ class Settings:
     """`tokens`: render, generate, derender; `chat`: the chat route; `auto`: tokens where the server has the routes."""
     tokenizer: Path | None = None
     """The model's tokenizer.json; sessions with `control_tokens = "split"` need it."""
+    salt_prefix_cache: bool = False
+    """A session uses only blocks that the engine cached for sessions which began under the same weights: for engines whose cached blocks
+    outlive an update of the weights."""
     certificates: Path | None = None
     """Where certificates of templates are kept; None: in `store`."""
     durability: Durability = "process"

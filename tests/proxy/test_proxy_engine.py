@@ -128,15 +128,6 @@ async def test_sessions_are_spread_over_engines_and_stick(engine: FakeEngine, se
         assert len(engine.bodies("/generate")) == len(second.bodies("/generate")) == 4
 
 
-async def test_aborted_generation_is_sampled_again(served: Served, engine: FakeEngine) -> None:
-    agent, created = await served.agent()
-    engine.say("cut off", finish="abort")
-    engine.say("whole")
-    choice = await agent.ask()
-    assert choice["message"]["content"] == "whole"
-    assert len((await served.admin.trace(created.session_id)).turns) == 1
-
-
 async def test_a10_client_that_leaves_a_plain_call_cancels_the_engine(served: Served, engine: FakeEngine) -> None:
     agent, created = await served.agent()
     engine.say("slow", delay_s=30)
