@@ -212,7 +212,9 @@ def _engine_serve(options: argparse.Namespace) -> int:
     config = _load(options, "-engine", fresh=False)
 
     async def serve() -> None:
-        engine = await launch(config.engine, Path(resolve_model(config.model.name)), run_dir=config.run_dir, served_model="policy")
+        engine = await launch(
+            config.engine, Path(resolve_model(config.model.name)), run_dir=config.run_dir, served_model="policy", sync=config.sync
+        )
         try:
             print(f"engine ready: {engine.url}  (Ctrl-C stops it)", flush=True)
             while engine.alive:

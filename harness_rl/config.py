@@ -44,8 +44,8 @@ class ModelSection(Section):
 
 
 class EngineSection(Section):
-    url: str | None = None
-    """A running vLLM; None launches one."""
+    url: str | list[str] | None = None
+    """A running vLLM, or several that serve the same model; None launches one."""
     python: Path | None = None
     """Interpreter of the torch environment; None = `.venv-torch` beside the control environment, else this one."""
     host: str = "127.0.0.1"
@@ -68,6 +68,11 @@ class EngineSection(Section):
     max_restarts: int = Field(2, ge=0)
     expose_dev: bool = True
     """Start the weight routes. The proxy never exposes them to a sandbox."""
+
+    @property
+    def urls(self) -> list[str]:
+        """Of running engines; none: one is launched."""
+        return [self.url] if isinstance(self.url, str) else list(self.url or [])
 
 
 class ProxySection(Section):
@@ -203,8 +208,25 @@ class LearnerSection(Section):
 
 
 class SyncSection(Section):
-    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    backend: Literal["auto", "gloo", "nccl", "ipc"] = "auto"
+    """auto: gloo on a CPU; nccl where engine and learner have GPUs of their own. ipc: they share one, of which the engine takes
+    engine.gpu_memory_fraction."""
+    mode: Literal["keep", "wait", "abort"] = "keep"
+    """What becomes of calls that run when new weights come: frozen, then on under the new ones; first to their end; or ended with what they
+    have, and the rest asked for under the new weights. A token always carries the version that sampled it."""
+    kv: Literal["recompute", "keep"] = "recompute"
+    """What becomes of keys and values of earlier weights: computed again, or kept; then sessions share cached blocks only with sessions
+    that began under the same weights."""
+    every: int = Field(1, ge=1)
+    """Optimizer steps between two pushes; at most rollout.max_staleness + 1."""
+    wait_s: float = Field(60.0, gt=0)
+    """mode = wait: how long running calls have to end; those that take longer are ended as under abort."""
+    sleep: bool = False
+    """backend = ipc: the engine gives its memory to the learner while that trains; agents' calls wait."""
+    host: str = "127.0.0.1"
+    """Address of the learner that the engines reach, for gloo."""
     timeout_s: float = Field(300.0, gt=0)
+    """Of each step of a push."""
     probe_tokens: int = Field(512, ge=1)
     """Tokens of real rows that the engine scores after each sync."""
     probe_bound: float = Field(1e-4, gt=0)
@@ -303,6 +325,13 @@ class RunConfig(Section):
             raise ValueError("rollout.advantage_function gives the advantages; leave balance_groups and shuffle_advantages out")
         if self.rollout.balance_groups and self.rollout.advantage_baseline != "mean":
             raise ValueError("rollout.balance_groups takes the mean as its baseline; leave advantage_baseline out")
+        if self.sync.every > self.rollout.max_staleness + 1:
+            raise ValueError(
+                f"sync.every = {self.sync.every}: the last steps before a push would train on tokens {self.sync.every - 1} steps old, "
+                f"and rollout.max_staleness is {self.rollout.max_staleness}; raise it, or push more often"
+            )
+        if self.sync.sleep and self.sync.backend != "ipc":
+            raise ValueError("sync.sleep is for an engine that shares the learner's GPU; set sync.backend = ipc, or leave it out")
         if self.warmup.target_low >= self.warmup.target_high:
             raise ValueError("warmup.target_low must be below warmup.target_high")
         return self

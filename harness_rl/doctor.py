@@ -42,8 +42,8 @@ Section = Callable[[RunConfig], list[Check]]
 def engine_checks(config: RunConfig) -> list[Check]:
     """The model's folder and either the running engine of `engine.url` or all that launching one takes."""
     checks = [_model(config)]
-    if config.engine.url is not None:
-        return checks + _running_engine(config.engine.url)
+    if config.engine.urls:
+        return checks + [check for url in config.engine.urls for check in _running_engine(url)]
     try:
         environment = require_engine(torch_python(config.engine.python))
     except UserError as error:
@@ -158,8 +158,8 @@ async def overlapped_rates(config: RunConfig, seconds: float = 20.0) -> Rates:
     model = resolve_model(config.model.name)
     python = torch_python(config.learner.python or config.engine.python)
     with TemporaryDirectory() as folder:
-        if config.engine.url is not None:
-            engine = await connect(config.engine.url)
+        if config.engine.urls:
+            engine = await connect(config.engine.urls[0])
         else:
             engine = await launch(config.engine, Path(model), run_dir=Path(folder), served_model="policy")
         try:

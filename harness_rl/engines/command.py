@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-from harness_rl.config import EngineSection
+from harness_rl.config import EngineSection, SyncSection
+from harness_rl.errors import UserError
 from harness_rl.threads import openmp_env, thread_plan
 
 Device = Literal["cpu", "cuda"]
@@ -19,8 +20,16 @@ PREFILL_TOKENS = 2048
 """Prompt tokens of one engine step on a CPU."""
 
 
-def engine_command(section: EngineSection, device: Device, python: Path, model: Path, served_model: str, port: int) -> list[str]:
-    """argv of `vllm serve`. `section.extra_args` come last, so that they win."""
+def engine_command(
+    section: EngineSection,
+    device: Device,
+    python: Path,
+    model: Path,
+    served_model: str,
+    port: int,
+    sync: SyncSection | None = None,
+) -> list[str]:
+    """argv of `vllm serve`. `section.extra_args` come last, so that they win. `sync`: how its weights will change."""
     argv = [
         *(str(python), "-m", "vllm.entrypoints.cli.main", "serve", str(model)),
         *("--served-model-name", served_model),
@@ -38,7 +47,7 @@ def engine_command(section: EngineSection, device: Device, python: Path, model: 
     if section.reasoning_parser:
         argv += ["--reasoning-parser", section.reasoning_parser]
     if section.expose_dev:
-        argv += ["--weight-transfer-config", json.dumps({"backend": "gloo" if device == "cpu" else "nccl"})]
+        argv += ["--weight-transfer-config", json.dumps({"backend": weight_backend(device, sync)})]
     if device == "cpu":
         # Compiling costs a minute of start-up and gains little at this size.
         argv += ["--enforce-eager", "--kv-cache-memory-bytes", str(int(section.kv_cache_gib * (1 << 30)))]
@@ -47,7 +56,19 @@ def engine_command(section: EngineSection, device: Device, python: Path, model: 
         argv += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(PREFILL_TOKENS, section.max_model_len))]
     else:
         argv += ["--gpu-memory-utilization", str(section.gpu_memory_fraction)]
+        if sync is not None and sync.sleep:
+            argv.append("--enable-sleep-mode")
     return argv + section.extra_args
+
+
+def weight_backend(device: Device, sync: SyncSection | None) -> str:
+    """The name of vLLM's weight-transfer backend. Raises UserError for one that the device cannot have."""
+    chosen = "auto" if sync is None else sync.backend
+    if chosen == "auto":
+        return "gloo" if device == "cpu" else "nccl"
+    if (chosen == "gloo") is not (device == "cpu"):
+        raise UserError(f"sync.backend = {chosen} is not for an engine on {device}; leave it at auto")
+    return chosen
 
 
 def dtype(section: EngineSection, device: Device) -> str:
@@ -57,7 +78,9 @@ def dtype(section: EngineSection, device: Device) -> str:
     return "float32" if device == "cpu" else "bfloat16"
 
 
-def engine_environment(section: EngineSection, device: Device, python: Path, base: Mapping[str, str]) -> dict[str, str]:
+def engine_environment(
+    section: EngineSection, device: Device, python: Path, base: Mapping[str, str], sync: SyncSection | None = None
+) -> dict[str, str]:
     """`base` without our own secrets, plus what vLLM needs."""
     env = {key: value for key, value in base.items() if not key.startswith("HARNESS_RL_")}
     env |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
@@ -65,6 +88,8 @@ def engine_environment(section: EngineSection, device: Device, python: Path, bas
         env.pop(name, None)
     if section.expose_dev:
         env["VLLM_SERVER_DEV_MODE"] = "1"
+        if sync is not None and sync.backend == "ipc":
+            env["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # its IPC backend takes handles as pickles, from the learner alone
     if device == "cpu":
         # vLLM's own binding reserves a core and pins its worker to the first one, which leaves half of a two-core machine idle.
         env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"

@@ -12,13 +12,13 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx
 
-from harness_rl.config import EngineSection
+from harness_rl.config import EngineSection, SyncSection
 from harness_rl.engines.command import Device, engine_command, engine_environment
 from harness_rl.engines.environment import TorchEnvironment, require_engine, torch_python
 from harness_rl.engines.logs import last_error
@@ -118,7 +118,7 @@ class Engine:
             await self._launched.child.stop(STOP_GRACE_S)
 
 
-async def launch(section: EngineSection, model_path: Path, *, run_dir: Path, served_model: str) -> Engine:
+async def launch(section: EngineSection, model_path: Path, *, run_dir: Path, served_model: str, sync: SyncSection | None = None) -> Engine:
     """Start vLLM on `model_path` and wait until it is ready. The log is `run_dir/logs/engine.log`.
 
     One that is killed while it starts is started again; one that ends by itself has a cause that stays. Raises UserError (environment,
@@ -130,8 +130,8 @@ async def launch(section: EngineSection, model_path: Path, *, run_dir: Path, ser
     if section.expose_dev and device == "cpu" and not environment.has_plugin:
         raise UserError(f"engine: {python} has no harness-rl, so vLLM would not find its weight-transfer plugin; run `make setup`")
     port = _port(section)
-    argv = engine_command(section, device, python, model_path, served_model, port)
-    env = engine_environment(section, device, python, os.environ)
+    argv = engine_command(section, device, python, model_path, served_model, port, sync)
+    env = engine_environment(section, device, python, os.environ, sync)
     log_path = run_dir / "logs" / "engine.log"
     start = _size(log_path)
     child = await _spawn(argv, env, log_path)
@@ -151,6 +151,15 @@ async def connect(url: str) -> Engine:
         return Engine(url, await probe(url))
     except EngineError as error:
         raise UserError(str(error)) from None
+
+
+async def connect_all(urls: Sequence[str]) -> list[Engine]:
+    """`connect` to each. Raises UserError also when they serve models of different names."""
+    engines = [await connect(url) for url in urls]
+    names = sorted({engine.model for engine in engines})
+    if len(names) > 1:
+        raise UserError(f"engine.url: the servers name their models {' and '.join(names)}; start all with one --served-model-name")
+    return engines
 
 
 def choose_device(section: EngineSection, environment: TorchEnvironment) -> Device:

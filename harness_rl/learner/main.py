@@ -28,8 +28,10 @@ from harness_rl.learner.policy import DTYPES, Policy
 from harness_rl.learner.rows import Row, RowState, rows_from_wire
 from harness_rl.learner.spec import LearnerSpec
 from harness_rl.learner.step import Prepared, StepReport, Trainer
-from harness_rl.sync.base import EngineClient, SyncFailed, SyncReport, WeightSender, WeightSync
+from harness_rl.sync.base import StopPolicy, SyncReport, WeightSender, WeightSync
+from harness_rl.sync.client import EngineClient, SyncFailed
 from harness_rl.sync.gloo import GlooSender
+from harness_rl.sync.ipc import IpcSender
 from harness_rl.sync.nccl import NcclSender
 from harness_rl.sync.verify import LogprobProbe
 
@@ -64,6 +66,8 @@ class Learner:
             self.step = found.newest.step
         self.version = spec.version(self.step)
         """Of the weights as they are; what the engines hold after a sync."""
+        self.served_step = -1
+        """Optimizer steps in the weights that the engines hold; -1 before the first sync."""
         self.saved_step = self.step if found.newest else -1
         self.probe = LogprobProbe(
             exact=self.policy.dtype == self.engine_dtype == torch.float32,
@@ -114,6 +118,7 @@ class Learner:
             raise LinkError(f"control sent the batch of step {batch['step']}; this learner is at step {self.step}")
         ready = self.ahead.take(batch)
         prepared = ready or self._prepare(batch)
+        asleep = self.spec.sync_sleep and self._sync_due(self.step + 1) and self._rest()
         with self.ahead.while_training():
             report = self.trainer.step(prepared, self.version)
         self.step += 1
@@ -123,13 +128,18 @@ class Learner:
         metrics = report.metrics
         metrics["seconds/wait_batch"] = waited
         metrics["seconds/pack" if ready is None else "seconds/pack_ahead"] = prepared.seconds
+        unchanged = not report.updated and self.served_step == self.step - 1
         if report.updated:
             self.version = self.spec.version(self.step)
+        if asleep or (self._sync_due(self.step) and not unchanged):
             metrics |= self._push_weights(_proven_ids(prepared.rows, report))
+        elif unchanged:
+            self.served_step = self.step
         self.link.send(
             "result",
             step=self.step,
             version=self.version,
+            served=self.served_step,
             rows={row_id: state.value for row_id, state in report.states.items()},
             reasons=report.reasons,
             metrics=metrics,
@@ -145,6 +155,24 @@ class Learner:
         line = {"step": self.step, "version": self.version, "rows": report.worst}
         with (Path(self.spec.run_dir) / "worst_rows.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
+
+    def _sync_due(self, step: int) -> bool:
+        return step - self.served_step >= self.spec.sync_every
+
+    def _rest(self) -> bool:
+        """Have the engines give their memory away until the weights are pushed; agents' calls are held from here on."""
+        if self.sync is None:
+            return False
+        version = self.spec.version(self.step + 1)
+        self.link.send("sync_begin", version=version)
+        if self.link.wait_for({"sync_go", "stop"}, self.spec.link_timeout_s).type == "stop":
+            return False
+        try:
+            self.sync.rest()
+        except SyncFailed as error:  # an engine that died is started again by control, and wakes up by itself
+            self.link.send("sync_failed", version=version, message=str(error))
+            return self.link.wait_for({"resync", "stop"}, self.spec.link_timeout_s).type == "resync"
+        return True
 
     def _push_weights(self, rows: Sequence[NDArray[np.int32]]) -> dict[str, float]:
         """Hold, sync, prove, release. Returns the sync's metrics; empty without engines, or when control asks to stop instead.
@@ -169,11 +197,13 @@ class Learner:
         proof = report.proof
         if proof.alarm:
             print(f"learner: {self.version}: logprob gap {proof.mean_abs:.3g} nears its bound {proof.bound:.3g}", file=sys.stderr)
-        self.link.send("sync_done", version=self.version, proof=_proof_fields(report), seconds=report.seconds)
+        self.served_step = self.step
+        self.link.send("sync_done", version=self.version, proof=_proof_fields(report), seconds=report.seconds, counts=report.counts)
         self.link.wait_for({"sync_ack", "stop"}, self.spec.link_timeout_s)
         gap = {"probe/mean": proof.mean_abs, "probe/p99": proof.p99_abs, "probe/max": proof.max_abs, "probe/alarm": float(proof.alarm)}
         parts = {f"seconds/sync_{name}": seconds for name, seconds in report.seconds.items()}
-        return gap | parts | {"seconds/sync": time.perf_counter() - began}
+        counts = {f"sync/{name}": count for name, count in report.counts.items()}
+        return gap | parts | counts | {"seconds/sync": time.perf_counter() - began}
 
     def _probe_prompts(self, rows: Sequence[NDArray[np.int32]]) -> list[NDArray[np.int32]]:
         vocabulary = int(self.policy.model.config.get_text_config().vocab_size)
@@ -206,10 +236,18 @@ class Learner:
         backend = self.spec.sync_backend
         if backend == "auto":
             backend = "nccl" if self.policy.device.type == "cuda" else "gloo"
-        transport: Any = NcclSender if backend == "nccl" else GlooSender
-        sender: WeightSender = transport(self.policy.model.named_parameters, self.engine_dtype, self.spec.sync_timeout_s)
-        engines = [EngineClient(url, self.spec.served_model, self.spec.sync_timeout_s) for url in self.spec.engines]
-        return WeightSync(engines, sender, self.probe, self.policy.score_prompts)
+        weights, dtype, timeout_s = self.policy.model.named_parameters, self.engine_dtype, self.spec.sync_timeout_s
+        sender: WeightSender
+        match backend:
+            case "nccl":
+                sender = NcclSender(weights, dtype, timeout_s)
+            case "ipc":
+                sender = IpcSender(weights, dtype, timeout_s)
+            case _:
+                sender = GlooSender(weights, dtype, timeout_s, self.spec.sync_host)
+        engines = [EngineClient(url, self.spec.served_model, timeout_s) for url in self.spec.engines]
+        policy = StopPolicy(self.spec.sync_mode, self.spec.sync_kv, self.spec.sync_wait_s)
+        return WeightSync(engines, sender, self.probe, self.policy.score_prompts, policy)
 
 
 def _proven_ids(rows: Sequence[Row], report: StepReport) -> list[NDArray[np.int32]]:

@@ -86,7 +86,17 @@ class LearnerSpec:
     threads: int = 0
     """0 leaves torch's choice."""
 
-    sync_backend: Literal["auto", "gloo", "nccl"] = "auto"
+    sync_backend: Literal["auto", "gloo", "nccl", "ipc"] = "auto"
+    sync_host: str = "127.0.0.1"
+    """Address of this machine that the engines reach."""
+    sync_mode: Literal["keep", "wait", "abort"] = "keep"
+    """What becomes of calls that run when new weights come (see sync/base.py)."""
+    sync_kv: Literal["recompute", "keep"] = "recompute"
+    sync_every: int = 1
+    """Optimizer steps between two pushes."""
+    sync_wait_s: float = 60.0
+    sync_sleep: bool = False
+    """The engines give their memory to this process while it trains."""
     engine_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """What is sent; auto: the learner's dtype."""
     sync_timeout_s: float = 300.0
@@ -179,7 +189,7 @@ _POSITIVE = (
         "minibatches",
     ),
     *("micro_batch_tokens", "logprob_chunk", "sync_timeout_s", "probe_tokens", "probe_bound", "probe_first_bound"),
-    *("keep_checkpoints", "link_timeout_s", "batch_timeout_s"),
+    *("keep_checkpoints", "link_timeout_s", "batch_timeout_s", "sync_every", "sync_wait_s"),
 )
 _NOT_NEGATIVE = (
     *("learning_rate", "warmup_steps", "weight_decay", "checkpoint_every", "threads"),

@@ -35,6 +35,8 @@ class SyncReport:
     version: str
     proof: dict[str, Any]
     seconds: dict[str, float]
+    counts: dict[str, float] = field(default_factory=dict)
+    """Calls that ran at the stop, those of them that were ended, tokens that are read again."""
 
 
 @dataclass
@@ -104,7 +106,7 @@ class LearnerProcess:
                 await self.link.send("sync_go")
                 return False
             case "sync_done":
-                report = SyncReport(message["version"], message["proof"], message["seconds"])
+                report = SyncReport(message["version"], message["proof"], message["seconds"], message["counts"])
                 if not report.proof.get("ok"):
                     raise InvariantError(_proof_failure(report))
                 self.last_sync = report

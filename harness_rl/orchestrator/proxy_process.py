@@ -9,6 +9,7 @@ import secrets
 import shutil
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -61,7 +62,15 @@ class ProxyProcess:
         shutil.rmtree(self.handoff_socket.parent, ignore_errors=True)
 
 
-async def start_proxy(section: ProxySection, *, engine_url: str, model: str, run_dir: Path, tokenizer: Path | None = None) -> ProxyProcess:
+async def start_proxy(
+    section: ProxySection,
+    *,
+    engine_urls: Sequence[str],
+    model: str,
+    run_dir: Path,
+    tokenizer: Path | None = None,
+    salt_prefix_cache: bool = False,
+) -> ProxyProcess:
     """Start it and wait for its ready line. Raises UserError for a port in use, HarnessRLError when it dies or is late."""
     key = secrets.token_hex(32)
     key_file = run_dir / "capture" / ".admin-key"
@@ -71,9 +80,11 @@ async def start_proxy(section: ProxySection, *, engine_url: str, model: str, run
         file.write(key)
     # A Unix socket path holds about 100 bytes; run folders may be longer.
     handoff = Path(tempfile.mkdtemp(prefix="hrl-")) / "handoff.sock"
-    argv = [sys.executable, "-m", "capture_proxy", "--engine", engine_url, "--model", model]
+    argv = [sys.executable, "-m", "capture_proxy", *(flag for url in engine_urls for flag in ("--engine", url)), "--model", model]
     argv += ["--store", str(run_dir / "capture"), "--admin-key-file", str(key_file), "--host", section.host]
     argv += ["--handoff-socket", str(handoff), "--capture", section.capture, "--durability", section.durability]
+    if salt_prefix_cache:
+        argv.append("--salt-prefix-cache")
     if tokenizer is not None:
         argv += ["--tokenizer", str(tokenizer)]
     try:

@@ -166,6 +166,7 @@ class TrainingRun:
                 ended = await self._train(learner, runner)
                 self.journal.drop_running()
                 if config.eval.at_end and self.eval_rows:
+                    await self._catch_up(learner)
                     await self._evaluate(runner, "end")
             self.state.phase = "saving"
             checkpoint = await learner.stop(timeout=config.learner.step_timeout_s)
@@ -213,6 +214,13 @@ class TrainingRun:
         if self._update_waits:
             raise _EngineIsNew("the engine died under the start evaluation, and the learner has left the weights that it evaluates")
         await learner.resync()
+
+    async def _catch_up(self, learner: LearnerProcess) -> None:
+        """The engine gets the last step's weights, where the run ends between two pushes (`sync.every`)."""
+        if self.generation.version < self.state.step:
+            await learner.resync()
+            while self.generation.version < self.state.step:
+                await learner.next(self.config.learner.step_timeout_s)
 
     async def _hold(self, version: str) -> None:
         if version != f"{self.lineage}-{self._started_at}":
@@ -323,8 +331,9 @@ class TrainingRun:
             self.journal.end_step(batch.step, message["version"], dict(rows))
             self.state.step = batch.step
             # A step that changed nothing (no finite gradient) has no sync to tell the pacer.
-            await self.generation.weights_are(batch.step)
-            line = step_metrics(batch, message["metrics"], learner.last_sync)
+            await self.generation.weights_are(message["served"])
+            pushed = learner.last_sync if learner.last_sync and learner.last_sync.version == message["version"] else None
+            line = step_metrics(batch, message["metrics"], pushed)
             for alarm in self._stale_watch.observe(used_rollouts(batch)):
                 self.state.say(alarm)
             now = time.monotonic()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +19,7 @@ from typing import Any
 from capture_proxy.client import ProxyError
 from harness_rl.config import RunConfig
 from harness_rl.engines.environment import torch_python
-from harness_rl.engines.vllm import Engine, connect, launch
+from harness_rl.engines.vllm import Engine, connect_all, launch
 from harness_rl.errors import EngineError, HarnessRLError, UserError, first_error
 from harness_rl.metrics import RunState
 from harness_rl.orchestrator.proxy_process import ProxyProcess, start_proxy
@@ -40,16 +40,19 @@ ENGINE_DEATH_S = 20.0
 class Services:
     config: RunConfig
     engine: Engine
+    """The one that this run launched, or the first of those that run."""
     proxy: ProxyProcess
     state: RunState
+    others: Sequence[Engine] = ()
+    """Further running engines of the same model."""
     _proxy_up: asyncio.Event = field(default_factory=set_event)
     _held: tuple[str, float] | None = None
     """What a restarted proxy is told: to hold calls (reason, seconds), or the version that the engine serves."""
     _version: str | None = None
 
     @property
-    def engine_url(self) -> str:
-        return self.engine.url
+    def engine_urls(self) -> list[str]:
+        return [self.engine.url, *(engine.url for engine in self.others)]
 
     @property
     def model(self) -> str:
@@ -72,7 +75,7 @@ class Services:
             "max_calls": rollout.max_calls or None,
             "max_output_tokens_per_call": rollout.max_output_tokens_per_call,
             "max_conversation_tokens": rollout.max_conversation_tokens,
-            "max_context_tokens": self.engine.info.max_model_len,
+            "max_context_tokens": min(engine.info.max_model_len for engine in (self.engine, *self.others)),
             "deadline_s": rollout.deadline_s,
         }
         return SessionServices(
@@ -206,20 +209,30 @@ async def services(config: RunConfig, model_path: Path, state: RunState, *, trai
         if found.sessions:
             state.say(f"reclaimed {found.sessions} sandboxes that an earlier run left")
     state.engine = "starting"
-    state.say("starting the engine" if config.engine.url is None else f"connecting to {config.engine.url}")
-    if config.engine.url is None:
-        engine = await launch(config.engine, model_path, run_dir=config.run_dir, served_model=SERVED_MODEL)
+    urls = config.engine.urls
+    state.say(f"connecting to {', '.join(urls)}" if urls else "starting the engine")
+    if urls:
+        engine, *others = await connect_all(urls)
     else:
-        engine = await connect(config.engine.url)
+        engine = await launch(config.engine, model_path, run_dir=config.run_dir, served_model=SERVED_MODEL, sync=config.sync)
+        others = []
     try:
-        engine.require(trains=trains, tokens=config.proxy.capture == "tokens")
+        for one in (engine, *others):
+            one.require(trains=trains, tokens=config.proxy.capture == "tokens")
         state.engine = "ready"
-        state.say(f"engine ready: {engine.url}")
+        state.say(f"engine ready: {', '.join(urls) or engine.url}")
         split = config.rollout.control_tokens == "split"
         tokenizer = tokenizer_file(model_path) if split else None
-        proxy = await start_proxy(config.proxy, engine_url=engine.url, model=engine.model, run_dir=config.run_dir, tokenizer=tokenizer)
+        proxy = await start_proxy(
+            config.proxy,
+            engine_urls=urls or [engine.url],
+            model=engine.model,
+            run_dir=config.run_dir,
+            tokenizer=tokenizer,
+            salt_prefix_cache=trains and config.sync.kv == "keep",
+        )
         try:
-            yield Services(config, engine, proxy, state)
+            yield Services(config, engine, proxy, state, others)
         finally:
             await proxy.stop()
     finally:

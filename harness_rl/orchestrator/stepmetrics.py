@@ -51,6 +51,7 @@ def step_metrics(batch: Batch, learner: dict[str, Any], sync: SyncReport | None)
     line |= stale_metrics(used_rollouts(batch))
     if sync is not None:
         line |= {f"perf/sync_{name}_s": float(seconds) for name, seconds in sync.seconds.items()}
+        line |= {f"sync/{name}": float(count) for name, count in sync.counts.items()}
         line |= {f"sync/proof_{name}": float(sync.proof[name]) for name in ("tokens", "mean_abs", "max_abs", "bound") if name in sync.proof}
     return line | {learner_name(name): float(value) for name, value in learner.items() if isinstance(value, int | float)}
 

@@ -1,25 +1,31 @@
 """Weight sync: one protocol for every transport, each step with a deadline, and never a resume on weights that are not whole.
 
-    pause(keep) -> start -> update || broadcast -> finish(version) -> read the version back -> reset_prefix_cache -> resume -> probe
+    pause(mode) -> start -> update || broadcast -> finish(version) -> read the version back -> reset_prefix_cache -> resume -> probe
 
 The prefix cache is reset only after `finish`, because blocks filled before it would belong to no policy. A failure before `resume` leaves
 the engines paused; a failed probe pauses them again. What is sampled between resume and a passed probe is `unproven` (the proxy's part).
+
+What becomes of running calls is the mode's: `keep` freezes them, and they go on under the new weights; `wait` lets them end, and aborts
+those that take too long; `abort` ends them with what they have, and the proxy asks for the rest under the new weights. What becomes of
+their history's keys and values is `kv`: recomputed under the new weights, or kept (then cached blocks are told apart by the proxy's salt).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
-import httpx
 import numpy as np
 from numpy.typing import NDArray
 
-from harness_rl.errors import EngineError, InvariantError
+from harness_rl.errors import InvariantError
+from harness_rl.sync.client import EngineClient, PauseMode, StepLate, SyncFailed
+from harness_rl.sync.everywhere import GRACE_S, Calls, everywhere
+from harness_rl.sync.load import Load
 from harness_rl.sync.verify import LogprobProbe, Proof
 
 T = TypeVar("T")
@@ -27,104 +33,8 @@ Score = Callable[[list[NDArray[np.int32]]], list[NDArray[np.float32]]]
 """Prompts -> logprob of tokens 1 .. L - 1 of each at temperature 1, by the learner."""
 
 
-class SyncFailed(EngineError):
-    """A step of a sync failed or missed its deadline; the message names the step, the engine and the cause. The engines stay paused."""
-
-
 class WeightProofFailed(InvariantError):
     """The engine does not hold the weights it was sent; sampling stays stopped."""
-
-
-class EngineClient:
-    """The weight and scoring routes of one vLLM server."""
-
-    def __init__(self, url: str, model: str, timeout_s: float) -> None:
-        self.url, self.model = url.rstrip("/"), model
-        self._http = httpx.Client(base_url=self.url, timeout=timeout_s, trust_env=False)
-
-    def wait_healthy(self) -> None:
-        """Wait, at most one call's deadline, for a server that is being started again."""
-        deadline = time.monotonic() + float(self._http.timeout.read or 0)
-        while True:
-            try:
-                self._call("GET", "/health")
-                return
-            except SyncFailed:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(1.0)
-
-    def world_size(self) -> int:
-        return int(self._json("GET", "/get_world_size", params={"include_dp": "true"})["world_size"])
-
-    def max_model_len(self) -> int:
-        """Longest prompt plus one sampled token."""
-        models = self._json("GET", "/v1/models")["data"]
-        return int(next(m for m in models if m["id"] == self.model)["max_model_len"])
-
-    def init_transfer(self, info: dict[str, Any]) -> None:
-        self._call("POST", "/init_weight_transfer_engine", json={"init_info": info})
-
-    def pause(self) -> None:
-        """Freeze running calls where they are (they go on after resume) and drop every cached block."""
-        self._call("POST", "/pause", params={"mode": "keep", "clear_cache": "true"})
-
-    def start_update(self) -> None:
-        self._call("POST", "/start_weight_update")
-
-    def update(self, info: dict[str, Any]) -> None:
-        self._call("POST", "/update_weights", json={"update_info": info})
-
-    def finish_update(self, version: str) -> None:
-        self._call("POST", "/finish_weight_update", json={"weight_version": version})
-
-    def version(self) -> str:
-        return str(self._json("GET", "/weight_info")["weight_version"])
-
-    def reset_prefix_cache(self) -> None:
-        if self._json("POST", "/reset_prefix_cache").get("success") is not True:
-            raise SyncFailed(f"engine {self.url}: the prefix cache was not reset; blocks of old weights would be reused")
-
-    def resume(self) -> None:
-        self._call("POST", "/resume")
-
-    def score(self, prompts: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
-        """The engine's own logprob of tokens 1 .. L - 1 of each prompt, at temperature 1."""
-        body = {"model": self.model, "prompt": [p.tolist() for p in prompts], "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
-        choices = sorted(self._json("POST", "/v1/completions", json=body)["choices"], key=lambda choice: choice["index"])
-        if len(choices) != len(prompts):
-            raise SyncFailed(f"engine {self.url}: scored {len(choices)} of {len(prompts)} probe prompts")
-        try:
-            return [
-                np.array(
-                    [entry[str(token)]["logprob"] for token, entry in zip(p[1:], c["prompt_logprobs"][1:], strict=True)], dtype=np.float32
-                )
-                for p, c in zip(prompts, choices, strict=True)
-            ]
-        except (KeyError, TypeError, ValueError) as error:
-            raise SyncFailed(f"engine {self.url}: probe answer has no prompt logprob for each token ({error!r})") from error
-
-    def close(self) -> None:
-        self._http.close()
-
-    def _json(self, method: str, path: str, **kwargs: Any) -> Any:
-        response = self._call(method, path, **kwargs)
-        try:
-            return response.json()
-        except ValueError as error:
-            raise SyncFailed(f"engine {self.url}{path}: the answer is not JSON: {response.text[:200]!r}") from error
-
-    def _call(self, method: str, path: str, **kwargs: Any) -> httpx.Response:
-        try:
-            response = self._http.request(method, path, **kwargs)
-        except httpx.TimeoutException as error:
-            raise SyncFailed(f"engine {self.url}{path}: no answer in {self._http.timeout.read:.0f} s") from error
-        except httpx.HTTPError as error:
-            raise SyncFailed(f"engine {self.url}{path}: {error!r}") from error
-        if response.status_code != 200:
-            hint = "; start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config" if response.status_code == 404 else ""
-            raise SyncFailed(f"engine {self.url}{path}: HTTP {response.status_code}: {response.text[:300]!r}{hint}")
-        return response
 
 
 class WeightSender(Protocol):
@@ -137,21 +47,38 @@ class WeightSender(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass(frozen=True)
+class StopPolicy:
+    """What an update does to what runs."""
+
+    mode: PauseMode = "keep"
+    kv: Literal["recompute", "keep"] = "recompute"
+    wait_s: float = 60.0
+    """Under `wait`: how long running calls have to end before they are aborted."""
+
+
 @dataclass
 class SyncReport:
     version: str
     proof: Proof
     seconds: dict[str, float] = field(default_factory=dict)
     """pause, transfer, finish, probe; `stopped` is the time from the first pause to the last resume."""
+    counts: dict[str, float] = field(default_factory=dict)
+    """Where the servers tell: `running` calls at the stop; `cut`, those of them that were aborted; `recomputed_tokens`, of their histories,
+    to be read again under the new weights (rounded up to blocks)."""
 
 
 class WeightSync:
     """Brings every engine to the learner's weights and proves it. Connects on first use, and again after an engine was restarted."""
 
-    def __init__(self, engines: Sequence[EngineClient], sender: WeightSender, probe: LogprobProbe, score: Score) -> None:
+    def __init__(
+        self, engines: Sequence[EngineClient], sender: WeightSender, probe: LogprobProbe, score: Score, policy: StopPolicy | None = None
+    ) -> None:
         self._engines, self._sender, self._probe, self._score = engines, sender, probe, score
+        self._policy = policy or StopPolicy()
         self._version: str | None = None
         """What the engines were last brought to; None before the first sync."""
+        self._asleep = False
 
     def sync(self, version: str, prompts: list[NDArray[np.int32]]) -> SyncReport:
         """Raises SyncFailed or WeightProofFailed; then no engine samples on, and the next sync connects anew."""
@@ -162,22 +89,66 @@ class WeightSync:
             # First use, or an engine was started anew: what it was connected with died with it.
             self._sender.close()
             self._sender.connect(self._engines)
+        running = self._running()
         stop_began = time.perf_counter()
         with _timed(clock, "pause"):
-            self._everywhere("pause", lambda engine: engine.pause())
+            counts = self._pause(running)
         with _timed(clock, "transfer"):
+            self._wake("weights")
             self._everywhere("start", lambda engine: engine.start_update())
             self._sender.push(self._engines)
         with _timed(clock, "finish"):
             self._everywhere("finish", lambda engine: engine.finish_update(version))
             self._everywhere("version", lambda engine: _check_version(engine, version))
-            self._everywhere("reset_prefix_cache", lambda engine: engine.reset_prefix_cache())
+            if self._policy.kv == "recompute":
+                self._everywhere("reset_prefix_cache", lambda engine: engine.reset_prefix_cache())
+            self._wake("kv_cache")
+            self._asleep = False
             self._everywhere("resume", lambda engine: engine.resume())
         clock["stopped"] = time.perf_counter() - stop_began
         with _timed(clock, "probe"):
             proof = self.prove(version, prompts)
         self._version = version
-        return SyncReport(version, proof, clock)
+        return SyncReport(version, proof, clock, counts)
+
+    def rest(self) -> None:
+        """Give the engines' memory to the learner until the next `sync` (they share one GPU). Raises SyncFailed."""
+        self._everywhere("sleep", lambda engine: engine.sleep(self._policy.mode))
+        self._asleep = True
+
+    def _wake(self, part: Literal["weights", "kv_cache"]) -> None:
+        if self._asleep:
+            self._everywhere("wake", lambda engine: engine.wake(part))
+
+    def _pause(self, running: _Running) -> dict[str, float]:
+        """Nothing samples any more. `running`: what did. Returns the sync's counts."""
+        policy, clear = self._policy, self._policy.kv == "recompute"
+        cut: float | None = 0.0
+        if self._asleep:
+            return {}
+        if policy.mode != "wait":
+            self._everywhere("pause", lambda engine: engine.pause(policy.mode, clear))
+            cut = running.calls if policy.mode == "abort" else 0.0
+        elif not self._drain(clear):
+            running = self._running()
+            self._everywhere("pause", lambda engine: engine.pause("abort", clear))
+            cut = running.calls
+        else:
+            running = _Running(0.0, 0.0)
+        counts = {"running": running.calls, "cut": cut, "recomputed_tokens": running.tokens if clear else 0.0}
+        return {name: value for name, value in counts.items() if value is not None}
+
+    def _running(self) -> _Running:
+        return _Running.of(self._everywhere("load", lambda engine: engine.load()))
+
+    def _drain(self, clear: bool) -> bool:
+        """Whether all running calls ended in time."""
+        wait_s = self._policy.wait_s
+        try:
+            self._everywhere("drain", lambda engine: engine.pause("wait", clear, wait_s), wait_s)
+        except StepLate:
+            return False
+        return True
 
     def prove(self, version: str, prompts: list[NDArray[np.int32]]) -> Proof:
         """The worst engine's proof; the first engine that fails stops all of them. Raises WeightProofFailed."""
@@ -185,32 +156,57 @@ class WeightSync:
         prompts = [prompt[:limit] for prompt in prompts]
         with ThreadPoolExecutor(1) as pool:
             learner = pool.submit(self._score, prompts)  # while the engines score
-            scores = self._everywhere("probe", lambda engine: engine.score(prompts))
+            scores = Calls("probe", self._engines, lambda engine: engine.score(prompts)).start().settle(self._deadline())
             expected = learner.result()
-        proofs = [self._probe.judge(score, expected) for score in scores]
-        for engine, proof in zip(self._engines, proofs, strict=True):
+        proofs = []
+        for engine, score in zip(self._engines, scores, strict=True):
+            if isinstance(score, SyncFailed):
+                continue  # of those that answered, one with wrong weights is the worse news
+            proofs.append(proof := self._probe.judge(score, expected))
             if not proof.ok:
-                self._everywhere("pause", lambda engine: engine.pause())
+                self._stop()
                 raise WeightProofFailed(
                     f"engine {engine.url} does not compute with the weights of {version}: over {proof.tokens} tokens its logprobs differ "
                     f"from the learner's by {proof.mean_abs:.3g} in the mean (bound {proof.bound:.3g}), by {proof.max_abs:.3g} at most; "
                     "sampling is stopped"
                 )
+        for score in scores:
+            if isinstance(score, SyncFailed):
+                self._stop()
+                raise score
         return max(proofs, key=lambda proof: proof.mean_abs)
 
-    def _everywhere(self, step: str, call: Callable[[EngineClient], T]) -> list[T]:
+    def _stop(self) -> None:
+        """Every engine that still answers samples no more."""
+        Calls("pause", self._engines, lambda engine: engine.pause("keep", True)).start().settle(self._deadline())
+
+    def _deadline(self) -> float:
+        return time.monotonic() + max(engine.timeout_s for engine in self._engines) + GRACE_S
+
+    def _everywhere(self, step: str, call: Callable[[EngineClient], T], timeout_s: float | None = None) -> list[T]:
         """Run `call` for all engines at once; the first failure names the step."""
-        with ThreadPoolExecutor(len(self._engines)) as pool:
-            futures = [pool.submit(call, engine) for engine in self._engines]
-        try:
-            return [future.result() for future in futures]
-        except SyncFailed as error:
-            raise SyncFailed(f"sync step {step!r}: {error}") from error
+        return everywhere(step, self._engines, call, timeout_s)
 
     def close(self) -> None:
         self._sender.close()
         for engine in self._engines:
             engine.close()
+
+
+@dataclass(frozen=True)
+class _Running:
+    """What samples on all engines together; None where one does not tell."""
+
+    calls: float | None
+    tokens: float | None
+
+    @classmethod
+    def of(cls, loads: Sequence[Load]) -> _Running:
+        calls, tokens = [load.running for load in loads], [load.kv_tokens for load in loads]
+        return cls(
+            None if None in calls else float(sum(n for n in calls if n is not None)),
+            None if None in tokens else float(sum(n for n in tokens if n is not None)),
+        )
 
 
 def _check_version(engine: EngineClient, version: str) -> None:
@@ -224,12 +220,3 @@ def _timed(clock: dict[str, float], name: str) -> Iterator[None]:
     began = time.perf_counter()
     yield
     clock[name] = time.perf_counter() - began
-
-
-def rank_offsets(sizes: Iterable[int]) -> tuple[list[int], int]:
-    """(first rank of each engine's workers, size of the whole group); the learner is rank 0."""
-    offsets, at = [], 1
-    for size in sizes:
-        offsets.append(at)
-        at += size
-    return offsets, at

@@ -345,7 +345,7 @@ ASYNC = _table(
     ),
     _accepted("a call waits as long as its rollout may: rollout.agent_timeout_s", request_timeout=600),
     _accepted("finished groups are bounded by max_staleness", queue_maxsize=1024),
-    _refused("weights are pushed after every step; leave it at 1", weight_sync_steps=1),
+    _mapped(weight_sync_steps=("sync.every", 1)),
     _accepted("rollouts run in this process", heartbeat_stale_after_s=300.0),
     _accepted("every step is a line of metrics.jsonl in the run folder", logging_steps=1),
     _accepted("rows are handed to environments one by one; there is no data loader", ignore_data_skip=True),

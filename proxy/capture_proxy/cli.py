@@ -65,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--salt-prefix-cache",
         action="store_true",
-        help="no session uses blocks that the engine cached under earlier weights than its first",
+        help="sessions share cached blocks only under the weights they began with",
     )
     p.add_argument("--durability", choices=("process", "host"), default=Settings.durability, help="what a stored turn survives")
     return p

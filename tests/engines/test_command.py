@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from harness_rl.config import EngineSection
+from harness_rl.config import EngineSection, SyncSection
 from harness_rl.engines.command import Device, engine_command, engine_environment
 from harness_rl.engines.logs import last_error
+from harness_rl.errors import UserError
 
 PYTHON = Path("/env/bin/python")
 
@@ -39,6 +40,21 @@ def test_device_flags() -> None:
     assert value(flags(EngineSection(max_model_len=8192), "cpu"), "--max-num-batched-tokens") == "8192"
     assert json.loads(value(cpu, "--weight-transfer-config")) == {"backend": "gloo"}
     assert json.loads(value(gpu, "--weight-transfer-config")) == {"backend": "nccl"}
+
+
+def test_an_engine_that_shares_the_learners_gpu_takes_its_weights_by_ipc_and_may_sleep() -> None:
+    sync = SyncSection(backend="ipc", sleep=True)
+    argv = engine_command(EngineSection(gpu_memory_fraction=0.4), "cuda", PYTHON, Path("/model"), "policy", 8100, sync)
+    assert json.loads(value(argv, "--weight-transfer-config")) == {"backend": "ipc"} and value(argv, "--gpu-memory-utilization") == "0.4"
+    assert "--enable-sleep-mode" in argv and "--enable-sleep-mode" not in flags(EngineSection(), "cuda")
+    assert engine_environment(EngineSection(), "cuda", PYTHON, {}, sync)["VLLM_ALLOW_INSECURE_SERIALIZATION"] == "1"
+    assert "VLLM_ALLOW_INSECURE_SERIALIZATION" not in engine_environment(EngineSection(), "cuda", PYTHON, {}, SyncSection())
+
+
+@pytest.mark.parametrize(("backend", "device"), [("ipc", "cpu"), ("nccl", "cpu"), ("gloo", "cuda")])
+def test_a_transport_that_the_device_has_not_is_refused(backend: str, device: Device) -> None:
+    with pytest.raises(UserError, match=rf"sync\.backend = {backend} is not for an engine on {device}"):
+        engine_command(EngineSection(), device, PYTHON, Path("/model"), "policy", 8100, SyncSection(backend=backend))
 
 
 def test_extra_arguments_win_and_weight_routes_can_be_off() -> None:

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from harness_rl.config import EngineSection
-from harness_rl.engines.vllm import connect, launch
+from harness_rl.engines.vllm import connect, connect_all, launch
 from harness_rl.errors import EngineError, UserError
 from tests.engines.conftest import FakeEngine, command_line, group_members, own_groups
 
@@ -204,3 +204,16 @@ async def test_killed_server_leaves_no_worker(fake_engine: FakeEngine, tmp_path:
         await asyncio.sleep(0.05)
     assert group_members(engine.pid) == [] and not engine.alive
     await engine.stop()
+
+
+async def test_several_engines_must_serve_one_model(fake_engine: FakeEngine, tmp_path: Path) -> None:
+    one = await launch(fake_engine(), tmp_path, run_dir=tmp_path / "run", served_model="policy")
+    two = await launch(fake_engine(), tmp_path, run_dir=tmp_path / "run", served_model="policy-2")
+    try:
+        assert EngineSection(url=[one.url, one.url]).urls == [one.url] * 2 and EngineSection().urls == []
+        assert [engine.url for engine in await connect_all([one.url, one.url])] == [one.url] * 2
+        with pytest.raises(UserError, match="name their models policy and policy-2; start all with one --served-model-name"):
+            await connect_all([one.url, two.url])
+    finally:
+        await one.stop()
+        await two.stop()

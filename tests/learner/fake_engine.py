@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import math
+import socket
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlparse
@@ -29,14 +30,31 @@ class FakeEngine:
         self.head = model.get_output_embeddings().weight.detach().clone()
         self.calls: list[str] = []
         self.faults: set[str] = set()
-        """ignore_update, stale_head, wrong_version, shift_logprobs, refuse_update, hang_update, no_reset, no_probe"""
+        """ignore_update, stale_head, wrong_version, shift_logprobs, refuse_update, hang_update, no_reset, no_probe, no_drain"""
+        self.stalled: set[str] = set()
+        """Routes (as in `calls`, without the query) that do not answer until `healed` is set."""
+        self.killed_at: str | None = None
+        """The route whose call ends the server as a kill would."""
+        self.kill: Callable[[], None] = lambda: None
+        self.healed = threading.Event()
+        self.load: tuple[int, float] = (0, 0.0)
+        """Running calls, and the share of the 512 tokens of cached blocks that they hold."""
+        self.updating = False
         self.weight_version = "default"
         self.paused = False
         self.group: Any = None
         self.store: Any = None
 
     def handle(self, method: str, path: str, query: str, body: dict[str, Any]) -> tuple[int, Any]:
-        self.calls.append(path.strip("/") + (f"?{query}" if query else ""))
+        name = path.strip("/")
+        self.calls.append(name + (f"?{query}" if query else ""))
+        if name == self.killed_at:
+            self.kill()
+            raise ConnectionAbortedError
+        if name in self.stalled:
+            self.healed.wait(30)
+        if query.startswith("mode=wait") and "no_drain" in self.faults:
+            self.healed.wait(30)
         route = getattr(self, "on_" + path.strip("/").replace("/", "_").replace("v1_", ""), None)
         return (404, {"detail": "Not Found"}) if route is None else route(body)
 
@@ -56,16 +74,41 @@ class FakeEngine:
         )
         return 200, {}
 
+    def on_metrics(self, _: Any) -> tuple[int, Any]:
+        running, share = self.load
+        return 200, (
+            'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="32"} 1.0\n'
+            f'vllm:num_requests_running{{engine="0",model_name="policy"}} {float(running)}\n'
+            f'vllm:kv_cache_usage_perc{{engine="0",model_name="policy"}} {share}\n'
+        )
+
     def on_pause(self, _: Any) -> tuple[int, Any]:
         self.paused = True
         return 200, {}
 
+    def on_sleep(self, _: Any) -> tuple[int, Any]:
+        self.paused = True
+        return 200, {}
+
+    def on_wake_up(self, _: Any) -> tuple[int, Any]:
+        return 200, {}
+
     def on_start_weight_update(self, _: Any) -> tuple[int, Any]:
+        if self.updating:
+            return 500, {"detail": "start_weight_update called while a weight update is already active. Call finish_weight_update first."}
+        self.updating = True
         return 200, {}
 
     def on_update_weights(self, body: dict[str, Any]) -> tuple[int, Any]:
+        try:
+            return self._update(body)
+        except RuntimeError as error:
+            self.updating = False  # as in vLLM's worker
+            return 500, {"detail": str(error)}
+
+    def _update(self, body: dict[str, Any]) -> tuple[int, Any]:
         if "refuse_update" in self.faults:
-            return 500, {"detail": "out of memory"}
+            raise RuntimeError("out of memory")
         if "hang_update" in self.faults:
             time.sleep(30)
         info = body["update_info"]
@@ -83,6 +126,9 @@ class FakeEngine:
         return 200, {}
 
     def on_finish_weight_update(self, body: dict[str, Any]) -> tuple[int, Any]:
+        self.updating = False
+        if "weight_version" not in body:
+            return 200, {}
         if "stale_head" not in self.faults:
             self.head = self.model.get_output_embeddings().weight.detach().clone()
         self.weight_version = "default" if "wrong_version" in self.faults else body["weight_version"]
@@ -112,16 +158,35 @@ class FakeEngine:
         return [None, *({str(token): {"logprob": value, "rank": 1}} for token, value in zip(ids[1:], logprobs, strict=True))]
 
 
+def kill(server: ThreadingHTTPServer, connections: list[socket.socket]) -> None:
+    """Every connection breaks, and nothing listens any more."""
+    server.shutdown()
+    server.server_close()
+    for connection in connections:
+        with suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
+
+
 @contextmanager
-def serve(engine: FakeEngine) -> Iterator[str]:
+def serve(engine: FakeEngine, port: int = 0) -> Iterator[str]:
+    connections: list[socket.socket] = []
+
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+
+        def setup(self) -> None:
+            connections.append(self.request)
+            super().setup()
 
         def answer(self) -> None:
             url = urlparse(self.path)
             body = json.loads(self.rfile.read(int(self.headers.get("content-length") or 0)) or b"{}")
-            status, value = engine.handle(self.command, url.path, url.query, body)
-            data = json.dumps(value).encode()
+            try:
+                status, value = engine.handle(self.command, url.path, url.query, body)
+            except ConnectionAbortedError:
+                self.close_connection = True
+                return
+            data = (value if isinstance(value, str) else json.dumps(value)).encode()
             self.send_response(status)
             self.send_header("content-length", str(len(data)))
             self.end_headers()
@@ -131,8 +196,9 @@ def serve(engine: FakeEngine) -> Iterator[str]:
 
         def log_message(self, *_: Any) -> None: ...
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
     server.daemon_threads = True
+    engine.kill = lambda: kill(server, connections)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:

@@ -287,6 +287,52 @@ async def test_an_update_that_failed_is_made_when_control_asks_again(
     assert await process.exit_code() == 0
 
 
+async def test_weights_are_pushed_every_so_many_steps_and_when_control_asks(
+    model_folder: Path, tmp_path: Path, link: LearnerLink, engine: tuple[FakeEngine, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake, url = engine
+    process = Process(spec_of(model_folder, tmp_path / "run", url, sync_every=2), link, monkeypatch)
+    await expect(link, "hello")
+    await allow_sync(link, "k-0")
+    served = []
+    for step in (1, 2, 3):
+        await link.send_batch(step, rows_at(step - 1, seed=step), 10)
+        if step == 2:
+            await allow_sync(link, "k-2")
+        result = await expect(link, "result")
+        assert result["version"] == f"k-{step}"
+        served.append((result["served"], fake.weight_version, "seconds/sync" in result["metrics"]))
+    assert served == [(0, "k-0", False), (2, "k-2", True), (2, "k-2", False)]
+    await link.send("resync")
+    await allow_sync(link, "k-3")
+    assert fake.weight_version == "k-3"
+    await link.send_batch(4, rows_at(3), 10)
+    assert (await expect(link, "result"))["served"] == 3
+    await link.send("stop")
+    await expect(link, "bye")
+    assert await process.exit_code() == 0
+
+
+async def test_the_engine_sleeps_while_the_learner_trains(
+    model_folder: Path, tmp_path: Path, link: LearnerLink, engine: tuple[FakeEngine, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake, url = engine
+    process = Process(spec_of(model_folder, tmp_path / "run", url, sync_sleep=True, sync_mode="abort"), link, monkeypatch)
+    await expect(link, "hello")
+    await allow_sync(link, "k-0")
+    fake.calls.clear()
+    await link.send_batch(1, rows_at(0), 10)
+    assert (await expect(link, "sync_begin"))["version"] == "k-1" and not fake.calls  # nothing sleeps before calls are held
+    await link.send("sync_go")
+    await allow_sync(link, "k-1")
+    assert (await expect(link, "result"))["served"] == 1
+    shown = [call for call in fake.calls if call.startswith(("sleep", "pause", "wake", "update_weights", "resume"))]
+    assert shown == ["sleep?level=1&mode=abort", "wake_up?tags=weights", "update_weights", "wake_up?tags=kv_cache", "resume"]
+    await link.send("stop")
+    await expect(link, "bye")
+    assert await process.exit_code() == 0
+
+
 async def test_g13_a_diverged_step_is_neither_saved_nor_synced(
     model_folder: Path, tmp_path: Path, link: LearnerLink, engine: tuple[FakeEngine, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -298,7 +344,7 @@ async def test_g13_a_diverged_step_is_neither_saved_nor_synced(
     rows[0].advantage, rows[1].advantage = 1e38, -1e38
     await link.send_batch(1, rows, 10)
     result = await expect(link, "result")
-    assert (result["step"], result["version"]) == (1, "k-0") and set(result["rows"].values()) == {"rejected"}
+    assert (result["step"], result["version"], result["served"]) == (1, "k-0", 1) and set(result["rows"].values()) == {"rejected"}
     assert fake.weight_version == "k-0" and checkpoint.find(tmp_path / "run" / "checkpoints").newest is None
     await link.send_batch(2, rows_at(0), 10)  # and it goes on
     await allow_sync(link, "k-2")

@@ -14,11 +14,13 @@ from learner_helpers import VOCABULARY, tiny_llama, tiny_policy
 
 from harness_rl.engines.vllm_plugin import check_plan
 from harness_rl.learner.policy import Policy
-from harness_rl.sync import gloo
-from harness_rl.sync.base import EngineClient, SyncFailed, WeightProofFailed, WeightSync, rank_offsets
-from harness_rl.sync.gloo import GlooSender
+from harness_rl.sync.base import StopPolicy, WeightProofFailed, WeightSync
+from harness_rl.sync.client import EngineClient, SyncFailed
+from harness_rl.sync.gloo import GlooSender, rank_offsets
+from harness_rl.sync.load import Load, read_load
 from harness_rl.sync.verify import LogprobProbe
 
+RESET = "reset_prefix_cache?reset_running_requests=true"
 PROMPTS = [np.random.default_rng(i).integers(0, VOCABULARY, 60).astype(np.int32) for i in range(4)]
 
 
@@ -30,12 +32,18 @@ class Rig:
     """A policy in training and servers that start with other weights."""
 
     def __init__(
-        self, policy: Policy, engines: list[FakeEngine], urls: list[str], timeout_s: float = 20.0, dtype: torch.dtype = torch.float32
+        self,
+        policy: Policy,
+        engines: list[FakeEngine],
+        urls: list[str],
+        timeout_s: float = 20.0,
+        dtype: torch.dtype = torch.float32,
+        stop: StopPolicy | None = None,
     ) -> None:
         self.policy, self.engines = policy, engines
         clients = [EngineClient(url, "policy", timeout_s) for url in urls]
         sender = GlooSender(policy.model.named_parameters, dtype, timeout_s)
-        self.sync = WeightSync(clients, sender, probe(exact=dtype == torch.float32), policy.score_prompts)
+        self.sync = WeightSync(clients, sender, probe(exact=dtype == torch.float32), policy.score_prompts, stop)
 
     @property
     def engine(self) -> FakeEngine:
@@ -87,16 +95,90 @@ def test_e12_order_of_the_control_calls(rig: Rig) -> None:
         "health",
         "get_world_size?include_dp=true",
         "init_weight_transfer_engine",
+        "metrics",
         "pause?mode=keep&clear_cache=true",
         "start_weight_update",
         "update_weights",
         "finish_weight_update",
         "weight_info",
-        "reset_prefix_cache",
+        "reset_prefix_cache?reset_running_requests=true",
         "resume",
         "v1/models",
         "v1/completions",
     ]
+
+
+def cache_calls(engine: FakeEngine) -> list[str]:
+    return [call for call in engine.calls if call.startswith(("pause", "reset", "sleep", "wake"))]
+
+
+@pytest.mark.parametrize(
+    ("stop", "running", "calls", "counts"),
+    [
+        (StopPolicy("keep"), 3, ["pause?mode=keep&clear_cache=true", RESET], {"running": 3, "cut": 0, "recomputed_tokens": 128}),
+        (StopPolicy("keep", "keep"), 3, ["pause?mode=keep&clear_cache=false"], {"running": 3, "cut": 0, "recomputed_tokens": 0}),
+        (StopPolicy("abort"), 3, ["pause?mode=abort&clear_cache=true", RESET], {"running": 3, "cut": 3, "recomputed_tokens": 128}),
+        (StopPolicy("abort", "keep"), 3, ["pause?mode=abort&clear_cache=false"], {"running": 3, "cut": 3, "recomputed_tokens": 0}),
+        (StopPolicy("wait"), 0, ["pause?mode=wait&clear_cache=true", RESET], {"running": 0, "cut": 0, "recomputed_tokens": 0}),
+    ],
+)
+def test_what_becomes_of_running_calls_and_of_what_is_cached_for_them(
+    stop: StopPolicy, running: int, calls: list[str], counts: dict[str, float]
+) -> None:
+    engine = new_engine()
+    engine.load = (running, 0.25)  # of 32 blocks of 16 tokens
+    with serve(engine) as url:
+        rig = Rig(tiny_policy(), [engine], [url], stop=stop)
+        report = rig.sync.sync("k-0", PROMPTS)
+        assert cache_calls(engine) == calls and report.counts == counts and report.proof.ok
+        rig.sync.close()
+
+
+def test_calls_that_do_not_end_in_time_are_ended() -> None:
+    engine = new_engine()
+    engine.load, engine.faults = (2, 0.5), {"no_drain"}
+    with serve(engine) as url:
+        rig = Rig(tiny_policy(), [engine], [url], stop=StopPolicy("wait", wait_s=0.3))
+        report = rig.sync.sync("k-0", PROMPTS)
+        assert cache_calls(engine) == ["pause?mode=wait&clear_cache=true", "pause?mode=abort&clear_cache=true", RESET]
+        assert report.counts == {"running": 2, "cut": 2, "recomputed_tokens": 256} and report.seconds["pause"] >= 0.3
+        engine.healed.set()
+        rig.sync.close()
+
+
+def test_an_engine_that_gave_its_memory_away_takes_it_again_part_by_part(rig: Rig) -> None:
+    rig.sync.sync("k-0", PROMPTS)
+    engine = rig.engine
+    engine.calls.clear()
+    rig.sync.rest()
+    assert engine.calls == ["sleep?level=1&mode=keep"] and engine.paused
+    rig.perturb()
+    assert rig.sync.sync("k-1", PROMPTS).proof.ok
+    order = [call for call in engine.calls if call.startswith(("sleep", "wake", "start", "finish", "reset", "resume", "pause"))]
+    assert order == [
+        "sleep?level=1&mode=keep",
+        "wake_up?tags=weights",
+        "start_weight_update",
+        "finish_weight_update",
+        RESET,
+        "wake_up?tags=kv_cache",
+        "resume",
+    ]
+    engine.calls.clear()
+    rig.sync.sync("k-2", PROMPTS)
+    assert not [call for call in engine.calls if call.startswith("wake")]
+
+
+def test_a_server_that_tells_less_is_counted_as_less() -> None:
+    told = (
+        'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="32"} 1.0\n'
+        'vllm:cache_config_info{block_size="16",engine="1",num_gpu_blocks="8"} 1.0\n'
+        'vllm:num_requests_running{engine="0"} 2.0\nvllm:num_requests_running{engine="1"} 1.0\n'
+        'vllm:kv_cache_usage_perc{engine="0"} 0.5\nvllm:kv_cache_usage_perc{engine="1"} 0.25\n'
+    )
+    assert read_load(told) == Load(3, 16 * 16 + 2 * 16)
+    assert read_load(told.replace('num_gpu_blocks="8"', 'num_gpu_blocks="None"')) == Load(3, None)
+    assert read_load("# nothing of this\n") == Load(None, None)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -216,8 +298,7 @@ def test_e17_a_plan_that_disagrees_is_refused_before_the_first_byte(plan: dict[s
         check_plan(**plan)
 
 
-def test_buckets() -> None:
-    assert gloo._buckets([3, 3, 3, 20, 1], 7) == [2, 1, 1, 1]
+def test_rank_offsets() -> None:
     assert rank_offsets([1, 4, 2]) == ([1, 2, 6], 8)
 
 

@@ -62,7 +62,7 @@ async def learner(tmp_path):
 
 
 def sync(version: str, **proof: object) -> list[Message]:
-    done = {"version": version, "proof": PROOF | proof, "seconds": {}}
+    done = {"version": version, "proof": PROOF | proof, "seconds": {}, "counts": {}}
     return [Message("sync_begin", {"version": version}), Message("sync_done", done)]
 
 

@@ -172,7 +172,7 @@ async def test_an_observer_hears_of_each_written_step_and_can_end_the_run(tmp_pa
 
         def ended(self): ...
 
-    messages = iter([Message("result", {"step": n, "version": f"a-{n}", "rows": {}, "metrics": {}}) for n in (1, 2, 3)])
+    messages = iter([Message("result", {"step": n, "version": f"a-{n}", "served": n, "rows": {}, "metrics": {}}) for n in (1, 2, 3)])
 
     async def following(timeout):
         return next(messages)
@@ -191,16 +191,48 @@ async def test_an_observer_hears_of_each_written_step_and_can_end_the_run(tmp_pa
     assert heard[-1] == ("saved", 3)
 
 
+async def test_the_last_evaluation_waits_for_the_last_weights_where_a_run_ends_between_two_pushes():
+    asked, pushed = [], iter([Message("sync_done", {})])
+    run = a_run()
+    run.state.step, run.generation = 5, SimpleNamespace(version=4)
+
+    async def resync():
+        asked.append("resync")
+
+    async def following(timeout):
+        run.generation.version = 5  # as the release does
+        return next(pushed)
+
+    learner = SimpleNamespace(resync=resync, next=following)
+    await asyncio.wait_for(run._catch_up(learner), 1)
+    await asyncio.wait_for(run._catch_up(learner), 1)
+    assert asked == ["resync"]
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"sync": {"every": 4}}, r"sync.every = 4: the last steps .* 3 steps old, and rollout.max_staleness is 2"),
+        ({"sync": {"sleep": True}}, "set sync.backend = ipc"),
+    ],
+)
+def test_updates_that_cannot_work_are_refused_before_anything_starts(sections, words):
+    with pytest.raises(ValueError, match=words):
+        RunConfig.model_validate(sections)
+    assert RunConfig.model_validate({"sync": {"every": 3, "backend": "ipc", "sleep": True}}).sync.every == 3
+
+
 def test_step_metrics_count_every_scored_rollout_and_every_call_once():
     def group(name, rewards):
         return Group(name, "t", [Rollout(f"{name}-{n}", name, n, 1, r, outcome(r), [], 1.0) for n, r in enumerate(rewards)])
 
     good, flat = group("good", [0.0, 1.0]), group("flat", [1.0, 1.0])
     unscored = Group("bad", "t", [Rollout("bad-0", "bad", 0, 3, None, None, ["verifier"] * 3, 1.0)])
-    report = SyncReport("a-1", {"tokens": 512, "mean_abs": 1e-6, "ok": True}, {"pause": 0.1})
+    report = SyncReport("a-1", {"tokens": 512, "mean_abs": 1e-6, "ok": True}, {"pause": 0.1}, {"recomputed_tokens": 64.0})
     line = step_metrics(Batch(1, [good], [], [good, flat, unscored], False), {"seconds/forward": 2.0, "rows/trained": 2.0}, report)
     assert (line["reward"], line["reward_trained"]) == (0.75, 0.5)
     assert (line["rollout/scored"], line["rollout/unscored"], line["rollout/retries"]) == (4, 1, 2)
+    assert (line["perf/sync_pause_s"], line["sync/recomputed_tokens"]) == (0.1, 64.0)
     assert (line["calls/trained"], line["calls/zero_variance"]) == (2, 2)
     assert Counter(rollout for rollout in line if rollout.startswith("calls/")).total() == 2
     assert (line["rollout/failed/verifier"], line["perf/forward_s"], line["rows/trained"]) == (3, 2.0, 2.0)

@@ -50,7 +50,7 @@ class FakeEngine:
 @contextlib.asynccontextmanager
 async def running(tmp_path, **proxy):
     config = RunConfig.model_validate({"proxy": proxy})
-    process = await start_proxy(config.proxy, engine_url=NOBODY, model="policy", run_dir=tmp_path)
+    process = await start_proxy(config.proxy, engine_urls=[NOBODY], model="policy", run_dir=tmp_path)
     services = Services(config, FakeEngine(), process, RunState("test", 1))
     try:
         yield services
@@ -186,7 +186,7 @@ async def test_a_busy_proxy_port_is_the_users_mistake(tmp_path):
         port = taken.getsockname()[1]
         section = RunConfig.model_validate({"proxy": {"port": port}}).proxy
         with pytest.raises(UserError, match=f"proxy.port {port} is in use; choose another or 0"):
-            await start_proxy(section, engine_url=NOBODY, model="policy", run_dir=tmp_path)
+            await start_proxy(section, engine_urls=[NOBODY], model="policy", run_dir=tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["local", "none"])
@@ -211,7 +211,7 @@ async def test_sessions_get_the_runs_policy_of_history_and_control_tokens(tmp_pa
     rollout = {"history": "keep_reasoning", "control_tokens": "split", "chat_template_kwargs": {"enable_thinking": False}}
     config = RunConfig.model_validate({"run": {"dir": str(tmp_path)}, "rollout": rollout})
     found = tokenizer_file(tmp_path)
-    process = await start_proxy(config.proxy, engine_url=NOBODY, model="policy", run_dir=tmp_path, tokenizer=found)
+    process = await start_proxy(config.proxy, engine_urls=[NOBODY], model="policy", run_dir=tmp_path, tokenizer=found)
     try:
         lent = Services(config, FakeEngine(), process, RunState("test", 1)).for_sessions()
         created = await mint(lent.proxy, template=lent.template, history=lent.history)

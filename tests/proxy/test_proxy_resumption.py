@@ -52,7 +52,7 @@ async def test_e13_an_aborted_call_goes_on_under_the_new_weights_with_a_span_for
 
 
 async def test_c74_a_continuation_has_what_is_left_of_the_budget(served: Served, engine: FakeEngine) -> None:
-    agent, created = await served.agent()
+    agent, _ = await served.agent()
     choice = await aborted_by_a_sync(served, engine, agent, "a b", " c d", max_tokens=5)
     assert choice["finish_reason"] == "length" and choice["message"]["content"] == "a b c"
     assert [body["sampling_params"]["max_tokens"] for body in engine.bodies("/generate")] == [5, 2]
