@@ -196,6 +196,21 @@ class LearnerSection(Section):
     packing: Literal["auto", "plain"] = "auto"
     """auto: rows that begin alike share those tokens, where the model's layers allow it; plain: nothing is shared."""
     gradient_checkpointing: bool = False
+    offload_activations: bool = False
+    """Keep what `gradient_checkpointing` keeps of each layer in host memory."""
+    lora_rank: int = Field(0, ge=0)
+    """0 trains all weights; else a LoRA adapter of this rank, which each weight update and each checkpoint merges. It needs peft."""
+    lora_alpha: float = Field(0.0, ge=0)
+    """0 = twice the rank."""
+    lora_targets: list[str] = []
+    """Names of linear layers, as peft takes them (`q_proj`); none = all of them but the head."""
+    processes: int = Field(1, ge=1)
+    """Of the learner, each with a GPU of its own (or on the CPU): FSDP2 shards the model over them. One that dies ends them all, and they
+    are started again, from the newest checkpoint."""
+    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
+    """`adamw_8bit` keeps its state in 8 bits a number; it needs torchao."""
+    offload_optimizer: bool = False
+    """Keep float32 parameters, gradients and optimizer state in host memory, and take the optimizer's step there."""
     threads: int = Field(0, ge=0)
     audit: bool = False
     """Write every trained row, as the loss consumed it, to RUN/audit/."""
@@ -237,6 +252,13 @@ class CheckpointSection(Section):
     every: int = Field(10, ge=0)
     """Steps between two; a run that dies goes on from the last. 0 = only at the end."""
     keep: int = Field(2, ge=1)
+    push_to_hub: str | None = None
+    """Repository of the Hugging Face Hub (`owner/name`) that gets each checkpoint as a commit, without the optimizer's state. The token is
+    huggingface_hub's own (HF_TOKEN, or `hf auth login`)."""
+    hub_private: bool = True
+    """Of a repository that does not exist yet."""
+    hub_timeout_s: float = Field(600.0, gt=0)
+    """Of the last upload, at the end of the run."""
 
 
 class TasksSection(Section):

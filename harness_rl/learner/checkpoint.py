@@ -2,29 +2,31 @@
 
 Everything is written under a temporary name, at last the marker, which lists every file with size and hash; flushed to disk; and renamed,
 so that a kill at any moment leaves a whole checkpoint or none. What it replaces or outlives is deleted after that: until the new one
-counts, the previous one does. A folder without a marker, or that disagrees with it, is skipped by name. The folder itself is a model in
-Hugging Face format.
+counts, the previous one does; and one that somebody reads (`held`) stays until a later time. A folder without a marker, or that disagrees
+with it, is skipped by name. The folder itself is a model in Hugging Face format; `optimizer/` in it is torch's distributed checkpoint of
+the optimizer's state, and `trainer.pt` the rest.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from harness_rl.errors import LearnerError, UserError
 
 MARKER = "COMPLETE"
-FORMAT = 1
+FORMAT = 2
 STATE = "trainer.pt"
-_NOT_COPIED = re.compile(r".*\.(safetensors|bin|pt|gguf|h5|msgpack)|.*\.index\.json|config\.json|" + MARKER)
+OPTIMIZER = "optimizer"
 
 
 @dataclass(frozen=True)
@@ -41,40 +43,43 @@ class Found:
     """One line for each folder that does not count: which, and why."""
 
 
-def save(root: Path, step: int, version: str, model: Any, source: Path | None, state: dict[str, Any], keep: int) -> Checkpoint:
-    """Write `root/step-<step>` and delete the oldest complete ones beyond `keep`.
+def seal(temporary: Path, step: int, version: str, keep: int) -> Checkpoint:
+    """Make what was written to `temporary` count as `step-<step>` beside it, and delete the oldest complete ones beyond `keep`.
 
-    `state` (optimizer, counters, RNG) goes through torch.save; files beside the weights in `source` (tokenizer, chat template) are copied.
-    Raises LearnerError when the disk is too full; an older checkpoint is never touched before the new one counts.
+    Raises OSError; an older checkpoint is never touched before the new one counts.
     """
-    root.mkdir(parents=True, exist_ok=True)
-    _check_space(root, model, state)
-    final, temporary = root / f"step-{step}", root / f".step-{step}.{os.getpid()}.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
-    try:
-        model.save_pretrained(temporary, safe_serialization=True)
-        if source is not None and source.is_dir():
-            for extra in source.iterdir():
-                if extra.is_file() and not _NOT_COPIED.fullmatch(extra.name):
-                    shutil.copyfile(extra, temporary / extra.name)
-        torch.save(state, temporary / STATE)
-        files = {path.name: {"bytes": path.stat().st_size, "blake2b": _flushed_hash(path)} for path in sorted(temporary.iterdir())}
-        marker = {"format": FORMAT, "step": step, "version": version, "files": files}
-        (temporary / MARKER).write_text(json.dumps(marker, indent=1) + "\n")
-        _flushed_hash(temporary / MARKER)
-        _sync_folder(temporary)
-        aside = root / f".step-{step}.{os.getpid()}.old"
-        if final.exists():  # of a line that a crash took back
-            final.rename(aside)
-        temporary.rename(final)
-        shutil.rmtree(aside, ignore_errors=True)
-    except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise LearnerError(f"checkpoint {final} could not be written: {error}") from error
+    root = temporary.parent
+    written = sorted(path for path in temporary.rglob("*") if path.is_file())
+    files = {str(path.relative_to(temporary)): {"bytes": path.stat().st_size, "blake2b": _flushed_hash(path)} for path in written}
+    marker = {"format": FORMAT, "step": step, "version": version, "files": files}
+    (temporary / MARKER).write_text(json.dumps(marker, indent=1) + "\n")
+    _flushed_hash(temporary / MARKER)
+    for folder in {path.parent for path in written} | {temporary}:
+        _sync_folder(folder)
+    final, aside = root / f"step-{step}", root / f".step-{step}.{os.getpid()}.old"
+    if final.exists():  # of a line that a crash took back
+        final.rename(aside)
+    temporary.rename(final)
+    shutil.rmtree(aside, ignore_errors=True)
     _sync_folder(root)
     _forget(root, step, keep)
     return Checkpoint(final, step, version)
+
+
+@contextmanager
+def held(path: Path) -> Iterator[None]:
+    """While the block runs, the checkpoint at `path` is not deleted, whoever saves newer ones. Raises LearnerError when it is not there.
+
+    By a lock on the marker, so that a reader's death gives it back.
+    """
+    try:
+        with (path / MARKER).open("rb") as marker:
+            fcntl.flock(marker, fcntl.LOCK_SH)
+            if not (path / MARKER).exists():  # deleted while we waited
+                raise FileNotFoundError(path)
+            yield
+    except FileNotFoundError:
+        raise LearnerError(f"checkpoint {path} is not there any more") from None
 
 
 def find(root: Path) -> Found:
@@ -92,12 +97,6 @@ def find(root: Path) -> Found:
     if folders:
         raise UserError(f"no checkpoint in {root} is complete: {'; '.join(found.skipped)}")
     return found
-
-
-def load_state(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The `state` given to `save`."""
-    loaded: dict[str, Any] = torch.load(checkpoint.path / STATE, map_location="cpu", weights_only=True)
-    return loaded
 
 
 def clean(root: Path) -> None:
@@ -142,23 +141,13 @@ def _read_marker(path: Path, step: int) -> dict[str, Any]:
 def _forget(root: Path, newest: int, keep: int) -> None:
     complete = sorted((step, path) for step, path in _folders(root) if (path / MARKER).is_file() and step <= newest)
     for _, path in complete[:-keep]:
-        (path / MARKER).unlink()  # first, so that a half-deleted folder does not count
+        with (path / MARKER).open("rb") as marker:
+            try:
+                fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue  # somebody reads it; the next save sees to it
+            (path / MARKER).unlink()  # first, so that a half-deleted folder does not count
         shutil.rmtree(path, ignore_errors=True)
-
-
-def _check_space(root: Path, model: Any, state: dict[str, Any]) -> None:
-    needed = sum(p.numel() * p.element_size() for p in model.parameters()) + _tensor_bytes(state) + (16 << 20)
-    free = shutil.disk_usage(root).free
-    if free < needed:
-        raise LearnerError(f"checkpoint: {root} has {free >> 20} MiB free and needs {needed >> 20}; free some or lower checkpoint.keep")
-
-
-def _tensor_bytes(value: Any) -> int:
-    if isinstance(value, torch.Tensor):
-        return value.numel() * value.element_size()
-    if isinstance(value, dict):
-        return sum(_tensor_bytes(item) for item in value.values())
-    return sum(_tensor_bytes(item) for item in value) if isinstance(value, list | tuple) else 0
 
 
 def _hash(path: Path) -> str:

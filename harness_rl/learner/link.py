@@ -14,6 +14,7 @@ import os
 import selectors
 import socket
 import struct
+import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -262,7 +263,7 @@ async def _read(reader: asyncio.StreamReader, header_limit: int, array_limit: in
 
 
 class ControlLink:
-    """The learner's end: blocking, used by one thread at a time.
+    """The learner's end: blocking, read by one thread at a time; any may send.
 
     Sends hello, pull, sync_begin, sync_done, result, checkpoint, failed and bye; `wait_for` returns the first message of the wanted types
     and keeps batches that come earlier. A `stop` is remembered (`stopping`) and returned by any `wait_for` that lists it.
@@ -277,6 +278,7 @@ class ControlLink:
             raise LinkError(f"cannot connect to control at {path}: {error}") from None
         self._token = token
         self._write_timeout = connect_timeout_s
+        self._sending = threading.Lock()
         self._pending: deque[Message] = deque()
         self.stopping: Message | None = None
 
@@ -287,9 +289,11 @@ class ControlLink:
             raise LinkError(f"control refused this learner: {answer['error']}")
 
     def send(self, type_: str, **fields: Any) -> None:
-        self._socket.settimeout(self._write_timeout)
+        frame = b"".join(encode(Message(type_, fields)))
         try:
-            self._socket.sendall(b"".join(encode(Message(type_, fields))))
+            with self._sending:
+                self._socket.settimeout(self._write_timeout)
+                self._socket.sendall(frame)
         except OSError as error:
             raise LinkError(f"control went away while {type_!r} was sent: {error}") from None
 

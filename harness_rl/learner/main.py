@@ -1,7 +1,7 @@
 """The learner process: pull a batch, take a step, save, sync and prove, answer. It alone drives the engines' weight routes.
 
 The order inside a step is the point: nothing is pushed that was not updated by a finite gradient, and control gets a step's result only
-when the engines hold, provably, the weights that the result names.
+when the engines hold, provably, the weights that the result names. Of several processes rank 0 runs this loop; the others `follow`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,15 @@ from harness_rl.errors import HarnessRLError, UserError
 from harness_rl.learner import checkpoint
 from harness_rl.learner.ahead import Ahead
 from harness_rl.learner.audit import write_audit
+from harness_rl.learner.hub import Pusher
 from harness_rl.learner.link import CREDIT, TOKEN_ENV, ControlLink, LinkError, Message
 from harness_rl.learner.policy import DTYPES, Policy
+from harness_rl.learner.ranks import ALONE, Ranks
 from harness_rl.learner.rows import Row, RowState, rows_from_wire
+from harness_rl.learner.saving import Saver, load_optimizer, load_state
 from harness_rl.learner.spec import LearnerSpec
 from harness_rl.learner.step import Prepared, StepReport, Trainer
+from harness_rl.learner.update import Clock
 from harness_rl.sync.base import StopPolicy, SyncReport, WeightSender, WeightSync
 from harness_rl.sync.client import EngineClient, SyncFailed
 from harness_rl.sync.gloo import GlooSender
@@ -47,43 +51,72 @@ class Learner:
     link: ControlLink
     ahead: Ahead
 
-    def __init__(self, spec: LearnerSpec) -> None:
-        self.spec = spec
+    def __init__(self, spec: LearnerSpec, ranks: Ranks = ALONE) -> None:
+        self.spec, self.ranks = spec, ranks
         self.root = Path(spec.run_dir) / "checkpoints"
         if spec.threads:
             torch.set_num_threads(spec.threads)
         torch.manual_seed(spec.seed)
-        checkpoint.clean(self.root)
-        found = checkpoint.find(self.root) if spec.resume else checkpoint.Found()
-        for skipped in found.skipped:
-            print(f"learner: skipped checkpoint {skipped}", file=sys.stderr)
-        self.source = found.newest.path if found.newest else Path(spec.model)
-        self.policy = Policy.load(spec, self.source)
-        self.trainer = Trainer(self.policy, spec, self._load_reference())
+        newest = ranks.agree(self._find_checkpoint() if ranks.rank == 0 else None)
+        self.source = newest.path if newest else Path(spec.model)
+        self.policy = Policy.load(spec, self.source, ranks)
+        self.trainer = Trainer(self.policy, spec, self._load_reference(), ranks)
+        self.saver = Saver(self.root, spec, self.source, ranks, self._saved)
+        if ranks.rank:  # the models are made: a user's objective draws on each rank for itself
+            torch.manual_seed(spec.seed + ranks.rank)
+        self.pusher = Pusher(spec.push_to_hub, self._pushed_to_hub, spec.hub_private) if spec.push_to_hub and ranks.rank == 0 else None
         self.step = 0
-        if found.newest:
-            self.trainer.restore(checkpoint.load_state(found.newest))
-            self.step = found.newest.step
+        if newest:
+            load_optimizer(newest, self.policy, self.trainer.updater.optimizer)
+            self.trainer.restore(load_state(newest))
+            self.step = newest.step
         self.version = spec.version(self.step)
         """Of the weights as they are; what the engines hold after a sync."""
         self.served_step = -1
         """Optimizer steps in the weights that the engines hold; -1 before the first sync."""
-        self.saved_step = self.step if found.newest else -1
+        self.saved_step = self.step if newest else -1
         self.probe = LogprobProbe(
             exact=self.policy.dtype == self.engine_dtype == torch.float32,
             bound=spec.probe_bound,
             first_bound=spec.probe_first_bound,
             tokens=spec.probe_tokens,
         )
-        self.sync = self._build_sync() if spec.engines else None
+        self._pushed: dict[str, torch.Tensor] = {}
+        """What a sync sends, while it runs."""
+        self.sync = self._build_sync() if spec.engines and ranks.rank == 0 else None
+
+    def _find_checkpoint(self) -> checkpoint.Checkpoint | None:
+        checkpoint.clean(self.root)
+        found = checkpoint.find(self.root) if self.spec.resume else checkpoint.Found()
+        for skipped in found.skipped:
+            print(f"learner: skipped checkpoint {skipped}", file=sys.stderr)
+        return found.newest
 
     def _load_reference(self) -> Policy | None:
-        """The policy of the KL term; never the newest checkpoint, so that a resumed run keeps its anchor."""
-        if not self.spec.kl_beta:
+        """The policy of the KL term; never the newest checkpoint, so that a resumed run keeps its anchor. With LoRA the model without its
+        adapter is it, unless another is asked for."""
+        source = self.spec.reference_model or self.spec.model
+        if not self.spec.kl_beta or (self.spec.lora_rank and source == self.spec.model):
             return None
-        reference = Policy.load(replace(self.spec, gradient_checkpointing=False), Path(self.spec.reference_model or self.spec.model))
+        frozen = replace(self.spec, gradient_checkpointing=False, offload_activations=False, lora_rank=0)
+        reference = Policy.load(frozen, Path(source), self.ranks)
         reference.model.requires_grad_(False)
         return reference
+
+    def follow(self) -> None:
+        """Every rank but 0: do what it orders until it says stop. Raises LearnerError when it has gone."""
+        updater = self.trainer.updater
+        while (order := self.ranks.next_order())[0] != "stop":
+            match order:
+                case "train", (minibatches,):
+                    updater.train(minibatches, Clock(self.policy.device))
+                case "weights", ():
+                    self.policy.weights(self.engine_dtype)
+                case "score", (prompts,):
+                    self.policy.score_prompts(prompts)
+                case "save", (step, version):
+                    self.saver.begin(step, version, self.policy, updater.optimizer, updater.state())
+        self.saver.wait()
 
     def run(self, link: ControlLink) -> None:
         """Until control says stop. Raises HarnessRLError."""
@@ -91,6 +124,7 @@ class Learner:
         try:
             self._loop()
         finally:
+            self.saver.close()
             if self.sync is not None:
                 self.sync.close()
 
@@ -111,11 +145,16 @@ class Learner:
             self._take_step(message, waited)
         if message.fields.get("save"):
             self._save()
+        self.saver.wait()
+        if self.pusher is not None and not self.pusher.finish(self.spec.hub_timeout_s):
+            print(f"learner: the last upload did not end in {self.spec.hub_timeout_s:.0f} s; its checkpoint is on disk", file=sys.stderr)
+        self.ranks.order("stop")
         self.link.send("bye")
 
     def _take_step(self, batch: Message, waited: float) -> None:
         if batch["step"] != self.step + 1:
             raise LinkError(f"control sent the batch of step {batch['step']}; this learner is at step {self.step}")
+        self.saver.check()
         ready = self.ahead.take(batch)
         prepared = ready or self._prepare(batch)
         asleep = self.spec.sync_sleep and self._sync_due(self.step + 1) and self._rest()
@@ -186,9 +225,12 @@ class Learner:
         if self.link.wait_for({"sync_go", "stop"}, self.spec.link_timeout_s).type == "stop":
             return {}
         prompts = self._probe_prompts(rows)
+        self.ranks.order("weights")
+        self._pushed = self.policy.weights(self.engine_dtype)
         while True:
             try:
                 report = self.sync.sync(self.version, prompts)
+                self._pushed = {}
                 break
             except SyncFailed as error:
                 self.link.send("sync_failed", version=self.version, message=str(error))
@@ -218,15 +260,25 @@ class Learner:
 
         return np.array(Tokenizer.from_file(str(self.source / "tokenizer.json")).encode(PROBE_TEXT).ids, dtype=np.int32)
 
+    def _score(self, prompts: list[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
+        self.ranks.order("score", prompts)
+        return self.policy.score_prompts(prompts)
+
     def _save(self) -> None:
-        """Save the weights as they are, once."""
+        """Save the weights as they are, once; control is told when the checkpoint counts."""
         if self.saved_step == self.step:
             return
-        began = time.perf_counter()
-        model, state = self.policy.model, self.trainer.state()
-        saved = checkpoint.save(self.root, self.step, self.version, model, self.source, state, self.spec.keep_checkpoints)
+        self.ranks.order("save", self.step, self.version)
+        self.saver.begin(self.step, self.version, self.policy, self.trainer.updater.optimizer, self.trainer.state())
         self.saved_step = self.step
-        self.link.send("checkpoint", step=saved.step, version=saved.version, path=str(saved.path), seconds=time.perf_counter() - began)
+
+    def _saved(self, saved: checkpoint.Checkpoint, seconds: float) -> None:
+        self.link.send("checkpoint", step=saved.step, version=saved.version, path=str(saved.path), seconds=seconds)
+        if self.pusher is not None:
+            self.pusher.push(saved)
+
+    def _pushed_to_hub(self, saved: checkpoint.Checkpoint, where: str, wrong: str | None) -> None:
+        self.link.send("pushed", step=saved.step, where=where, wrong=wrong)
 
     @property
     def engine_dtype(self) -> torch.dtype:
@@ -236,7 +288,7 @@ class Learner:
         backend = self.spec.sync_backend
         if backend == "auto":
             backend = "nccl" if self.policy.device.type == "cuda" else "gloo"
-        weights, dtype, timeout_s = self.policy.model.named_parameters, self.engine_dtype, self.spec.sync_timeout_s
+        weights, dtype, timeout_s = lambda: self._pushed.items(), self.engine_dtype, self.spec.sync_timeout_s
         sender: WeightSender
         match backend:
             case "nccl":
@@ -247,7 +299,7 @@ class Learner:
                 sender = GlooSender(weights, dtype, timeout_s, self.spec.sync_host)
         engines = [EngineClient(url, self.spec.served_model, timeout_s) for url in self.spec.engines]
         policy = StopPolicy(self.spec.sync_mode, self.spec.sync_kv, self.spec.sync_wait_s)
-        return WeightSync(engines, sender, self.probe, self.policy.score_prompts, policy)
+        return WeightSync(engines, sender, self.probe, self._score, policy)
 
 
 def _proven_ids(rows: Sequence[Row], report: StepReport) -> list[NDArray[np.int32]]:
@@ -270,12 +322,19 @@ def main(config: Path, socket_path: Path) -> int:
     """0: stopped as asked; 1: failed; 2: the input is wrong. Standard error says why, and control is told once the link is up."""
     token = os.environ.pop(TOKEN_ENV, None)
     link: ControlLink | None = None
+    ranks = ALONE
     try:
         if token is None:
             raise UserError(f"learner: the environment has no {TOKEN_ENV}; control sets it when it starts this process")
-        learner = Learner(LearnerSpec.read(config))
-        link = ControlLink(socket_path, token)
-        learner.run(link)
+        spec = LearnerSpec.read(config)
+        ranks = Ranks.join(spec)
+        learner = Learner(spec, ranks)
+        if ranks.rank == 0:
+            link = ControlLink(socket_path, token)
+            learner.run(link)
+        else:
+            learner.follow()
+        ranks.leave()
     except HarnessRLError as error:
         print(error, file=sys.stderr)
         _report(link, error)

@@ -5,6 +5,7 @@ Nothing here knows of objectives, optimizers or engines. Dropout is off for good
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ import torch
 from numpy.typing import NDArray
 
 from harness_rl.errors import UserError
-from harness_rl.learner import attention
+from harness_rl.learner import attention, lora
 from harness_rl.learner.logprobs import token_logprobs
 from harness_rl.learner.packing import Pack
 from harness_rl.learner.prefixtree import PrefixTree, fold, side_by_side
+from harness_rl.learner.ranks import ALONE, Ranks
 from harness_rl.learner.recurrent import RowBorders, has_state, prove_isolation
+from harness_rl.learner.sharding import give_back, shard, whole
 from harness_rl.learner.spec import LearnerSpec
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -25,17 +28,18 @@ _SCALED_LOGITS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "l
 
 
 class Policy:
-    def __init__(self, model: Any, dtype: torch.dtype, chunk: int) -> None:
-        self.model, self.dtype, self._chunk = model, dtype, chunk
-        self._body = model.base_model
-        self._head = model.get_output_embeddings()
-        self.device = self._head.weight.device
-        if getattr(self._head, "bias", None) is not None:
+    def __init__(self, model: Any, dtype: torch.dtype, chunk: int, offload_activations: bool = False) -> None:
+        self.model, self.dtype = model, dtype
+        self._whole = _Whole(model, dtype, chunk, offload_activations)
+        head = model.get_output_embeddings()
+        self.device = head.weight.device
+        self.ranks, self.sharded = ALONE, False
+        if getattr(head, "bias", None) is not None:
             raise attention.UnsupportedModel("the output head has a bias, which is not supported")
         for name in _SCALED_LOGITS:
             if getattr(model.config, name, None) not in (None, 1, 1.0):
                 raise attention.UnsupportedModel(f"the model's config sets {name}, which is not supported")
-        self._borders = RowBorders(self._body) if has_state(model) else None
+        self._borders = RowBorders(model.base_model) if has_state(model) else None
         if self._borders is not None:
             prove_isolation(self)
 
@@ -45,21 +49,38 @@ class Policy:
         return self._borders is None
 
     @classmethod
-    def load(cls, spec: LearnerSpec, source: Path) -> Policy:
-        """From a folder in Hugging Face format (or a hub id). Raises UserError when it cannot be loaded or trained."""
+    def load(cls, spec: LearnerSpec, source: Path, ranks: Ranks = ALONE) -> Policy:
+        """From a folder in Hugging Face format (or a hub id), sharded where there are several ranks. With LoRA it is `spec.model`, and only
+        the adapter is the folder's, where it has one. Raises UserError when it cannot be loaded or trained."""
         from transformers import AutoModelForCausalLM
 
-        device = torch.device("cuda" if spec.device == "cuda" or (spec.device == "auto" and torch.cuda.is_available()) else "cpu")
-        dtype = DTYPES[("bfloat16" if device.type == "cuda" else "float32") if spec.dtype == "auto" else spec.dtype]
+        dtype = DTYPES[("bfloat16" if ranks.device.type == "cuda" else "float32") if spec.dtype == "auto" else spec.dtype]
         attention.register()
         try:
-            model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation=attention.IMPLEMENTATION)
-            return cls.wrap(model.to(device), dtype, spec.logprob_chunk, spec.gradient_checkpointing)
+            base = Path(spec.model) if spec.lora_rank else source
+            model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, attn_implementation=attention.IMPLEMENTATION)
+            if spec.lora_rank:
+                lora.add(model, spec)
+                if (source / lora.FOLDER).is_dir():
+                    lora.load(model, source / lora.FOLDER)
+            if ranks.size == 1 and not spec.offload_optimizer:  # a sharded model comes to its GPU layer by layer
+                model = model.to(ranks.device)
+            policy = cls.wrap(model, dtype, spec.logprob_chunk, spec.gradient_checkpointing, spec.offload_activations)
         except (OSError, ValueError) as error:
             raise UserError(f"learner: model {source} cannot be used: {error}") from error
+        return policy.over(ranks, spec.offload_optimizer)
+
+    def over(self, ranks: Ranks, offload: bool = False) -> Policy:
+        """This policy, sharded over the ranks (over one for `offload`); a collective."""
+        if ranks.size > 1 or offload:
+            shard(self._whole, self.model.base_model, ranks, self.dtype, offload)
+            self.ranks, self.device, self.sharded = ranks, ranks.device, True
+        return self
 
     @classmethod
-    def wrap(cls, model: Any, dtype: torch.dtype, chunk: int = 256, gradient_checkpointing: bool = False) -> Policy:
+    def wrap(
+        cls, model: Any, dtype: torch.dtype, chunk: int = 256, gradient_checkpointing: bool = False, offload_activations: bool = False
+    ) -> Policy:
         attention.register()
         model.set_attn_implementation(attention.IMPLEMENTATION)
         for module in model.modules():
@@ -70,7 +91,7 @@ class Policy:
         if gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train(gradient_checkpointing)
-        return cls(model, dtype, chunk)
+        return cls(model, dtype, chunk, offload_activations)
 
     def score(self, pack: Pack) -> tuple[torch.Tensor, torch.Tensor]:
         """(logprobs, entropies) [N] of the pack's loss terms, in its order; differentiable where grad is enabled."""
@@ -96,14 +117,56 @@ class Policy:
         branches = attention.Branches.of(tree, self.device)
         if self._borders is not None:
             self._borders.lengths = branches.lengths
-        with torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype in (torch.bfloat16, torch.float16)):
-            out = self._body(input_ids=put(tree.ids)[None], position_ids=put(tree.positions)[None], use_cache=False, branches=branches)
-        return token_logprobs(
-            out.last_hidden_state[0],
-            self._head.weight,
-            put(predicts),
-            put(targets),
-            put(temperatures),
-            chunk=self._chunk,
-            dtype=self.dtype,
+        found: tuple[torch.Tensor, torch.Tensor] = self._whole(
+            put(tree.ids), put(tree.positions), branches, put(predicts), put(targets), put(temperatures)
         )
+        if not torch.is_grad_enabled():
+            give_back(self._whole)
+        return found
+
+    def weights(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """The model's own named parameters, each once (a tied head is no second one), as they are, an adapter merged into them. Of a
+        sharded model copies in `dtype` in host memory of rank 0, and nothing on the others; a collective."""
+        found: dict[str, torch.Tensor] = {}
+        for name, parameter, change in lora.with_changes(self.model):
+            tensor = whole(parameter.to(dtype) if self.sharded and change is None else parameter, self.device)
+            if change is not None:
+                a, b = whole(change.a, self.device), whole(change.b, self.device)
+                tensor = torch.addmm(tensor, b, a, alpha=change.scale)
+            if self.ranks.rank == 0:
+                found[name] = tensor.to("cpu", dtype) if self.sharded else tensor
+        return found
+
+    def adapter(self) -> dict[str, torch.Tensor]:
+        """Copies of the adapter's parameters, by their names in the model, in host memory of rank 0; a collective."""
+        found = {name: whole(parameter, self.device) for name, parameter in lora.adapter(self.model).items()}
+        return {name: tensor.to("cpu", copy=not self.sharded) for name, tensor in found.items()} if self.ranks.rank == 0 else {}
+
+
+class _Whole(torch.nn.Module):
+    """Body and head in one call, so that one gathering of a sharded model's outer parameters serves both uses of a tied one."""
+
+    def __init__(self, model: Any, dtype: torch.dtype, chunk: int, offload_activations: bool) -> None:
+        super().__init__()
+        self.model, self._dtype, self._chunk, self._offload = model, dtype, chunk, offload_activations
+
+    def forward(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        branches: attention.Branches,
+        predicts: torch.Tensor,
+        targets: torch.Tensor,
+        temperatures: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        lower = self._dtype in (torch.bfloat16, torch.float16)
+        with torch.autocast(ids.device.type, dtype=self._dtype, enabled=lower), self._kept():
+            out = self.model.base_model(input_ids=ids[None], position_ids=positions[None], use_cache=False, branches=branches)
+        hidden, weight = out.last_hidden_state[0], self.model.get_output_embeddings().weight
+        return token_logprobs(hidden, weight, predicts, targets, temperatures, chunk=self._chunk, dtype=self._dtype)
+
+    def _kept(self) -> AbstractContextManager[Any]:
+        """What backward needs of each layer, in host memory where that is asked for."""
+        if self._offload and torch.is_grad_enabled():
+            return torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available())
+        return nullcontext()

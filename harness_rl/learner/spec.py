@@ -73,6 +73,20 @@ class LearnerSpec:
     logprob_chunk: int = 256
     """Positions of the LM head at once: peak memory is this times the vocabulary."""
     gradient_checkpointing: bool = False
+    offload_activations: bool = False
+    """Keep what `gradient_checkpointing` keeps of each layer in host memory."""
+    lora_rank: int = 0
+    """0 trains all weights; else a LoRA adapter of this rank (see lora.py)."""
+    lora_alpha: float = 0.0
+    """0 = twice the rank."""
+    lora_targets: list[str] = field(default_factory=list)
+    """Names of linear layers, as peft takes them (`q_proj`); none = all of them but the head."""
+    processes: int = 1
+    """Of this learner: the model is sharded over them (see sharding.py)."""
+    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
+    """8bit: its state in 8 bits a number, by torchao."""
+    offload_optimizer: bool = False
+    """Keep float32 parameters, gradients and optimizer state in host memory, and take the optimizer's step there."""
     audit: bool = False
     """Write what the loss consumed to `RUN/audit/step-N.npz` (see audit.py)."""
     max_rejected_rows: int = 0
@@ -82,7 +96,7 @@ class LearnerSpec:
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of the forward pass; auto: float32 on CPU, bfloat16 on a GPU. Parameters and optimizer state are always float32."""
+    """Of the forward pass; auto: float32 on CPU, bfloat16 on a GPU. Parameters are always float32."""
     threads: int = 0
     """0 leaves torch's choice."""
 
@@ -110,6 +124,12 @@ class LearnerSpec:
     checkpoint_every: int = 0
     """Steps; 0 = only when asked at the end."""
     keep_checkpoints: int = 2
+    push_to_hub: str | None = None
+    """Repository of the Hugging Face Hub that gets each checkpoint; None = nothing is uploaded."""
+    hub_private: bool = True
+    """Of a repository that does not exist yet."""
+    hub_timeout_s: float = 600.0
+    """Of the last upload, at the end of the run."""
 
     link_timeout_s: float = 60.0
     """Deadline of control's answers within a sync."""
@@ -131,6 +151,8 @@ class LearnerSpec:
             parse_corrections(self.corrections, self.truncation, self.ratio)
         except ValueError as error:
             raise UserError(f"learner: {error}") from None
+        if self.offload_activations and not self.gradient_checkpointing:
+            raise UserError("learner: offload_activations moves what gradient_checkpointing keeps; set gradient_checkpointing too")
         if self.schedule != "constant" and self.total_updates <= self.warmup_steps:
             raise UserError(
                 f"learner: a {self.schedule} schedule over {self.total_updates} updates has nothing after {self.warmup_steps} of warm-up; "
@@ -189,11 +211,11 @@ _POSITIVE = (
         "minibatches",
     ),
     *("micro_batch_tokens", "logprob_chunk", "sync_timeout_s", "probe_tokens", "probe_bound", "probe_first_bound"),
-    *("keep_checkpoints", "link_timeout_s", "batch_timeout_s", "sync_every", "sync_wait_s"),
+    *("keep_checkpoints", "link_timeout_s", "batch_timeout_s", "sync_every", "sync_wait_s", "processes", "hub_timeout_s"),
 )
 _NOT_NEGATIVE = (
     *("learning_rate", "warmup_steps", "weight_decay", "checkpoint_every", "threads"),
-    *("max_rejected_rows", "max_skipped_steps", "ratio_max", "kl_beta", "total_updates"),
+    *("max_rejected_rows", "max_skipped_steps", "ratio_max", "kl_beta", "total_updates", "lora_rank", "lora_alpha"),
 )
 
 

@@ -1,7 +1,7 @@
-"""The learner as a child of the control process, and control's half of what they say to each other (DESIGN 4.9).
+"""The learner as children of the control process, and control's half of what they say to each other (DESIGN 4.9).
 
-Control never lets the engine sample for training between a weight update and its proof: new agent calls are held from `sync_begin` to
-`sync_done`.
+A learner of several processes (`learner.processes`) is one: only its rank 0 talks, and when any of them dies the whole has. Control never
+lets the engine sample for training between a weight update and its proof: new agent calls are held from `sync_begin` to `sync_done`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 import os
 import secrets
 import shutil
+import socket
 import tempfile
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -57,12 +58,15 @@ class LearnerProcess:
     link: LearnerLink
     hooks: SyncHooks
     link_dir: Path
+    others: Sequence[Child] = ()
+    """Ranks 1 and up; `child` is rank 0."""
     step: int = 0
     """Optimizer steps in the weights that it started from."""
     last_sync: SyncReport | None = None
     last_checkpoint: Message | None = None
     _inbox: asyncio.Queue[Message | Exception] = field(default_factory=asyncio.Queue)
     _serving: asyncio.Task[None] | None = None
+    _watching: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def next(self, timeout: float) -> Message:
         """The next `sync_done`, `result`, `checkpoint` or `bye`.
@@ -81,6 +85,14 @@ class LearnerProcess:
     def serve(self) -> None:
         """Answer the learner from now on, whoever waits for what: a weight update is served while nobody asks for its result."""
         self._serving = asyncio.create_task(self._serve(), name="learner messages")
+        self._watching = {asyncio.create_task(self._watch(child), name=f"watch {child.name}") for child in self.others}
+
+    async def _watch(self, child: Child) -> None:
+        """A rank that dies takes the learner with it: the others would wait for it."""
+        await child.ended()
+        if child.process.returncode:
+            await asyncio.sleep(RANK_GRACE_S)  # rank 0 may have the better word
+            self._inbox.put_nowait(LearnerGone(f"{_end_of(child)}; the whole learner goes with it"))
 
     async def _serve(self) -> None:
         try:
@@ -115,15 +127,32 @@ class LearnerProcess:
             case "sync_failed":
                 await self.hooks.failed(f"weights {message['version']} could not be pushed: {message['message']}")
                 return False
+            case "pushed":
+                if message["wrong"]:
+                    log.warning("checkpoint %s was not uploaded to %s: %s", message["step"], message["where"], message["wrong"])
+                else:
+                    log.info("checkpoint %s was uploaded to %s", message["step"], message["where"])
+                return False
             case "failed":
                 name = str(message["error"])
                 text = f"the learner stopped: {name}: {message['message']} (log: {self.child.log_path})"
+                if killed := await self._killed_rank():
+                    raise LearnerGone(f"{_end_of(killed)}; rank 0 said: {name}: {message['message']}")
                 raise InvariantError(text) if name in _INVARIANT_NAMES else LearnerError(text)
             case "closed":
                 raise self._gone(message["reason"])
             case "checkpoint":
                 self.last_checkpoint = message
         return True
+
+    async def _killed_rank(self) -> Child | None:
+        """One that a signal ended: what rank 0 says after that is no fault of its own. Waits a moment for the news."""
+        watching = [asyncio.create_task(child.ended()) for child in self.others]
+        if watching:
+            _, late = await asyncio.wait(watching, timeout=RANK_GRACE_S, return_when=asyncio.FIRST_COMPLETED)
+            for task in late:
+                task.cancel()
+        return next((child for child in self.others if (child.process.returncode or 0) < 0), None)
 
     def _gone(self, reason: object) -> LearnerGone:
         return LearnerGone(f"the learner went away: {reason}: {self.child.last_words()} (log: {self.child.log_path})")
@@ -155,15 +184,23 @@ class LearnerProcess:
 
     async def close(self) -> None:
         """Idempotent."""
-        if self._serving is not None:
-            self._serving.cancel()
-            await asyncio.wait({self._serving})
-        await self.child.stop()
+        tasks = {self._serving, *self._watching} if self._serving is not None else set()
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        await asyncio.gather(*(child.stop() for child in (self.child, *self.others)))
         await self.link.close()
         shutil.rmtree(self.link_dir, ignore_errors=True)
 
 
+RANK_GRACE_S = 2.0
+
 _INVARIANT_NAMES = frozenset({"RowMismatch", "WeightProofFailed", "InvariantError"})
+
+
+def _end_of(child: Child) -> str:
+    return f"the {child.name} ended: {child.last_words()} (log: {child.log_path})"
 
 
 def _proof_failure(report: SyncReport) -> str:
@@ -178,7 +215,7 @@ def _proof_failure(report: SyncReport) -> str:
 async def start_learner(
     spec: LearnerSpec, *, python: Path, env: dict[str, str], hooks: SyncHooks, run_dir: Path, timeout: float
 ) -> LearnerProcess:
-    """Start `python -m harness_rl.learner` and wait until it has said hello."""
+    """Start `python -m harness_rl.learner`, as many processes as the spec says, and wait until rank 0 has said hello."""
     token = secrets.token_hex(32)
     spec_file = run_dir / "learner.json"
     spec_file.write_text(spec.to_json())
@@ -188,13 +225,17 @@ async def start_learner(
     # The torch environment may have no installed copy of the package; both ends must run the same code in any case.
     roots = {str(Path(package.__path__[0]).parent) for package in (harness_rl, capture_proxy)}
     paths = [*sorted(roots), *filter(None, [env.get("PYTHONPATH", os.environ.get("PYTHONPATH"))])]
-    child = await spawn(
-        "learner",
-        [str(python), "-m", "harness_rl.learner", "--config", str(spec_file), "--link", str(link.path)],
-        log_path=run_dir / "logs" / "learner.log",
-        env={**os.environ, **env, TOKEN_ENV: token, "PYTHONPATH": os.pathsep.join(paths)},
-    )
-    learner = LearnerProcess(child, link, hooks, link_dir)
+    env = {**os.environ, **env, TOKEN_ENV: token, "PYTHONPATH": os.pathsep.join(paths)}
+    children = [
+        await spawn(
+            name,
+            [str(python), "-m", "harness_rl.learner", "--config", str(spec_file), "--link", str(link.path)],
+            log_path=run_dir / "logs" / f"{name}.log",
+            env={**env, **of_rank},
+        )
+        for name, of_rank in _ranks(spec.processes).items()
+    ]
+    learner = LearnerProcess(children[0], link, hooks, link_dir, children[1:])
     try:
         hello = await _hello(learner, timeout)
     except BaseException:
@@ -211,18 +252,35 @@ async def start_learner(
     return learner
 
 
+def _ranks(processes: int) -> dict[str, dict[str, str]]:
+    """Name of each process -> what it must know of its place: torchrun's variables. Not torchrun itself, which puts its own words in place
+    of a process's last ones, and its own exit code."""
+    if processes == 1:
+        return {"learner": {}}
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    shared = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return {
+        "learner" if rank == 0 else f"learner-rank{rank}": shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        for rank in range(processes)
+    }
+
+
 async def _hello(learner: LearnerProcess, timeout: float) -> Message:
     waiter = asyncio.create_task(learner.link.receive(timeout))
-    death = asyncio.create_task(learner.child.process.wait())
+    deaths = {asyncio.create_task(child.ended()): child for child in (learner.child, *learner.others)}
     try:
-        done, _ = await asyncio.wait({waiter, death}, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait({waiter, *deaths}, return_when=asyncio.FIRST_COMPLETED)
         if waiter not in done:
-            words = f"the learner did not start: {learner.child.last_words()} (log: {learner.child.log_path})"
-            raise LearnerGone(words) if death.result() < 0 else LearnerError(words)  # killed: another start may come up
+            ended = sorted((child for task, child in deaths.items() if task in done), key=lambda child: child.process.returncode or 0)
+            words = f"the learner did not start: {_end_of(ended[0])}"
+            killed = (ended[0].process.returncode or 0) < 0  # another start may come up
+            raise LearnerGone(words) if killed else LearnerError(words)
         try:
             return waiter.result()
         except LinkError as error:
             raise LearnerGone(f"the learner did not start: {error} (log: {learner.child.log_path})") from error
     finally:
-        waiter.cancel()
-        death.cancel()
+        for task in (waiter, *deaths):
+            task.cancel()

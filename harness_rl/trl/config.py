@@ -31,6 +31,8 @@ PROMPT_ROOM = 1024
 PATIENCE = 100
 """`run.max_unscorable_steps`: TRL goes on, whatever a batch was good for."""
 Sections = dict[str, dict[str, Any]]
+_OPTIMIZERS: dict[str, dict[str, Any]] = {"adamw_torch": {}, "adamw_torch_fused": {}, "adamw_torch_8bit": {"optimizer": "adamw_8bit"}}
+"""TRL's `optim` -> what the learner is told."""
 
 
 class FlatConfig:
@@ -176,12 +178,13 @@ class FlatConfig:
         known = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}
         if kind not in known:
             raise ValueError(f"lr_scheduler_type {kind!r}: use one of {', '.join(known)}")
-        if str(getattr(self.optim, "value", self.optim)) not in ("adamw_torch", "adamw_torch_fused"):
-            raise ValueError(f"optim {self.optim!r}: AdamW is what there is (adamw_torch, adamw_torch_fused)")
+        optim = str(getattr(self.optim, "value", self.optim))
+        if optim not in _OPTIMIZERS:
+            raise ValueError(f"optim {self.optim!r}: AdamW is what there is ({', '.join(_OPTIMIZERS)})")
         warmup = self.warmup_steps or self.warmup_ratio or 0
         if 0 < warmup < 1:
             warmup = math.ceil(warmup * steps * minibatches) if steps is not None else 0
-        return {"schedule": known[kind], "warmup_steps": int(warmup)}
+        return {"schedule": known[kind], "warmup_steps": int(warmup)} | _OPTIMIZERS[optim]
 
     def _precision(self) -> dict[str, Any]:
         if "dtype" in self.arguments:
@@ -193,6 +196,10 @@ class FlatConfig:
 
     def _checkpoints(self, rows: int | None, groups: int) -> dict[str, Any]:
         settings: dict[str, Any] = {} if self.save_total_limit is None else {"keep": max(1, self.save_total_limit)}
+        if self.push_to_hub and not self.hub_model_id:
+            raise ValueError("push_to_hub needs hub_model_id = 'owner/name'")
+        if self.push_to_hub:
+            settings |= {"push_to_hub": self.hub_model_id, "hub_private": self.hub_private_repo is not False}
         match str(getattr(self.save_strategy, "value", self.save_strategy)):
             case "no":
                 return settings | {"every": 0}

@@ -73,7 +73,10 @@ COMMON = _table(
     ),
     _honoured("constant, constant_with_warmup, linear and cosine; others are refused", lr_scheduler_type="linear"),
     _honoured("steps, or a share of them below 1: learner.warmup_steps", warmup_steps=0, warmup_ratio=0.0),
-    _honoured("adamw_torch and adamw_torch_fused are what is used; others are refused", optim="adamw_torch_fused"),
+    _honoured(
+        "adamw_torch and adamw_torch_fused are what is used, adamw_torch_8bit is learner.optimizer = adamw_8bit; others are refused",
+        optim="adamw_torch_fused",
+    ),
     _honoured("bf16 = False trains in float32; otherwise float32 on CPU, bfloat16 on a GPU: learner.dtype", bf16=None),
     _refused("leave it out: learner.dtype is float32 or bfloat16", fp16=False),
     _refused(
@@ -157,16 +160,15 @@ COMMON = _table(
         log_completions=False,
         num_completions_to_print=None,
     ),
-    _refused(
-        "nothing is uploaded; push the folder that save_model() writes with huggingface_hub",
-        push_to_hub=False,
-        hub_model_id=None,
-        hub_private_repo=None,
-        hub_always_push=False,
-        push_to_hub_model_id=None,
-        push_to_hub_organization=None,
+    _honoured("each checkpoint is a commit of hub_model_id, which must be given: checkpoint.push_to_hub", push_to_hub=False),
+    _honoured("'owner/name'; of effect with push_to_hub", hub_model_id=None),
+    _honoured("of a repository that does not exist yet; left out, it is private: checkpoint.hub_private", hub_private_repo=None),
+    _refused("leave it out and give push_to_hub=True and hub_model_id", push_to_hub_model_id=None, push_to_hub_organization=None),
+    _refused("the token is huggingface_hub's own: set HF_TOKEN, or run hf auth login", hub_token=None, push_to_hub_token=None),
+    _refused("commits go to the main branch; leave it out", hub_revision=None),
+    _accepted(
+        "every checkpoint is pushed; of those that come during an upload the newest", hub_strategy="every_save", hub_always_push=False
     ),
-    _accepted("nothing is uploaded", hub_token=None, hub_strategy="every_save", hub_revision=None, push_to_hub_token=None),
     # -- data ---------------------------------------------------------------------------------------------------------------------------
     _accepted(
         "rows are handed to environments one by one; there is no data loader",
@@ -189,7 +191,7 @@ COMMON = _table(
     # -- machines -----------------------------------------------------------------------------------------------------------------------
     _honoured("learner.device and engine.device = cpu", use_cpu=False, no_cuda=False),
     _refused(
-        "there is one learner process; leave it out",
+        "leave it out; learner={'processes': N} shards the model over N processes (FSDP2)",
         deepspeed=None,
         fsdp=None,
         parallelism_config=None,
@@ -200,7 +202,7 @@ COMMON = _table(
         tpu_num_cores=None,
     ),
     _accepted(
-        "there is one learner process",
+        "learner.processes says how many there are, and they find each other",
         fsdp_config=None,
         local_rank=-1,
         average_tokens_across_devices=True,
@@ -369,7 +371,7 @@ ARGUMENTS = _table(
     _refused("leave it out: the learner builds AdamW from the config", optimizers=(None, None)),
     _refused("reward models are not loaded here: serve it and call it from a reward function", reward_processing_classes=None),
     _refused("weights are float32 or bfloat16; leave it out", quantization_config=None),
-    _refused("all weights are trained; leave it out", peft_config=None),
+    _refused("leave it out; learner={'lora_rank': 16} trains a LoRA adapter (lora_alpha, lora_targets)", peft_config=None),
     _refused("rollouts are made in this process; leave it out", rollout_worker=None),
     _refused("weights are pushed by sync.backend; leave it out", weight_transfer=None),
 )

@@ -5,17 +5,20 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from learner_helpers import tiny_policy
+from learner_helpers import random_rows, tiny_policy
 
-from harness_rl.learner import checkpoint
+from harness_rl.learner.saving import Saver
 from harness_rl.learner.spec import LearnerSpec
 from harness_rl.learner.step import Trainer
 
 
 def main(root: Path) -> None:
-    trainer = Trainer(tiny_policy(), LearnerSpec(model="-", run_dir="-", lineage="k"))
+    trainer = Trainer(tiny_policy(), LearnerSpec(model="-", run_dir="-", lineage="k", keep_checkpoints=1))
+    trainer.step(random_rows(0), "k-0")
+    saver = Saver(root, trainer.spec)
     for step in [1, *(n for n in range(2, 10_000) for _ in range(2))]:  # each later step twice, so that one is replaced too
-        checkpoint.save(root, step, f"k-{step}", trainer.policy.model, None, trainer.state(), 1)
+        saver.begin(step, f"k-{step}", trainer.policy, trainer.updater.optimizer, trainer.state())
+        saver.wait()
         print(step, flush=True)
 
 

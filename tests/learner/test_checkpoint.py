@@ -4,8 +4,10 @@ import json
 import random
 import subprocess
 import sys
+import threading
 import time
 from collections import namedtuple
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +17,8 @@ from learner_helpers import random_rows, tiny_policy
 from transformers import AutoModelForCausalLM
 
 from harness_rl.errors import LearnerError, UserError
-from harness_rl.learner import checkpoint
+from harness_rl.learner import checkpoint, saving
+from harness_rl.learner.saving import Saver, load_optimizer, load_state
 from harness_rl.learner.spec import LearnerSpec
 from harness_rl.learner.step import Trainer
 
@@ -24,8 +27,20 @@ def trainer() -> Trainer:
     return Trainer(tiny_policy(), LearnerSpec(model="-", run_dir="-", lineage="k", learning_rate=1e-2, micro_batch_tokens=4096))
 
 
-def save(t: Trainer, root: Path, step: int, keep: int = 9, source: Path | None = None) -> checkpoint.Checkpoint:
-    return checkpoint.save(root, step, f"k-{step}", t.policy.model, source, t.state(), keep)
+def save(t: Trainer, root: Path, step: int, keep: int = 9, source: Path | None = None, version: str | None = None) -> checkpoint.Checkpoint:
+    done: list[checkpoint.Checkpoint] = []
+    saver = Saver(root, replace(t.spec, keep_checkpoints=keep), source, saved=lambda found, _: done.append(found))
+    saver.begin(step, version or f"k-{step}", t.policy, t.updater.optimizer, t.state())
+    saver.wait()
+    return done[0]
+
+
+def resume(found: checkpoint.Checkpoint) -> Trainer:
+    t = trainer()
+    t.policy.model.load_state_dict(AutoModelForCausalLM.from_pretrained(found.path, dtype=torch.float32).state_dict())
+    load_optimizer(found, t.policy, t.updater.optimizer)
+    t.restore(load_state(found))
+    return t
 
 
 def test_resumed_equals_uninterrupted(tmp_path: Path) -> None:
@@ -35,10 +50,8 @@ def test_resumed_equals_uninterrupted(tmp_path: Path) -> None:
     losses = [a.step(random_rows(i), "k-0").metrics["loss"] for i in (1, 2)]
     found = checkpoint.find(tmp_path).newest
     assert found is not None and found.version == "k-1"
-    b = trainer()
-    b.policy.model.load_state_dict(AutoModelForCausalLM.from_pretrained(found.path, dtype=torch.float32).state_dict())
-    b.restore(checkpoint.load_state(found))
-    assert b.updates == 1
+    b = resume(found)
+    assert b.updater.updates == 1
     assert [b.step(random_rows(i), "k-0").metrics["loss"] for i in (1, 2)] == losses
 
 
@@ -52,7 +65,8 @@ def test_it_is_a_plain_hugging_face_folder_with_the_tokenizer_beside(tmp_path: P
     assert {"tokenizer.json", "chat_template.jinja", "config.json", "model.safetensors", "trainer.pt", "COMPLETE"} <= names
     assert (saved.path / "tokenizer.json").read_text() == "x" and (saved.path / "config.json").read_text() != "x"
     assert "harness_rl" not in (saved.path / "config.json").read_text()
-    assert json.loads((saved.path / "COMPLETE").read_text())["files"].keys() == names - {"COMPLETE"}
+    files = {str(path.relative_to(saved.path)) for path in saved.path.rglob("*") if path.is_file()}
+    assert json.loads((saved.path / "COMPLETE").read_text())["files"].keys() == files - {"COMPLETE"}
 
 
 def test_g07_half_written_checkpoints_are_skipped_by_name(tmp_path: Path) -> None:
@@ -89,7 +103,7 @@ def test_a_step_taken_back_by_a_crash_is_replaced(tmp_path: Path) -> None:
     t = trainer()
     save(t, tmp_path, 1)
     t.step(random_rows(0), "k-0")
-    checkpoint.save(tmp_path, 1, "new-1", t.policy.model, None, t.state(), 2)
+    save(t, tmp_path, 1, 2, version="new-1")
     found = checkpoint.find(tmp_path)
     assert found.newest is not None and found.newest.version == "new-1"
 
@@ -98,7 +112,7 @@ def test_f18_a_full_disk_is_an_error_before_anything_is_written(tmp_path: Path, 
     t = trainer()
     save(t, tmp_path, 1)
     usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: usage(0, 0, 1000))
+    monkeypatch.setattr(saving.shutil, "disk_usage", lambda _: usage(0, 0, 1000))
     with pytest.raises(LearnerError, match="MiB free"):
         save(t, tmp_path, 2, keep=1)
     found = checkpoint.find(tmp_path)
@@ -112,7 +126,7 @@ def test_a_failed_write_leaves_the_previous_one(tmp_path: Path, monkeypatch: pyt
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint.torch, "save", full)
+    monkeypatch.setattr(saving.torch, "save", full)
     with pytest.raises(LearnerError, match="No space left"):
         save(t, tmp_path, 2, keep=1)
     assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
@@ -137,7 +151,7 @@ def test_c80_a_kill_during_a_save_never_loses_the_previous_one(tmp_path: Path, d
         saved = max(int(line) for line in [first, *saver.stdout] if line.strip())
     checkpoint.clean(tmp_path)
     found = checkpoint.find(tmp_path).newest
-    assert found is not None and found.step >= saved >= 1 and "optimizer" in checkpoint.load_state(found)
+    assert found is not None and found.step >= saved >= 1 and resume(found).updater.updates == 1
     assert not list(tmp_path.glob(".step-*"))
 
 
@@ -162,7 +176,7 @@ def test_every_generator_goes_on_where_it_was(tmp_path: Path) -> None:
     found = save(t, tmp_path, 1)
     expected = draws()
     draws()
-    t.restore(checkpoint.load_state(found))
+    t.restore(load_state(found))
     assert draws() == expected
 
 
@@ -173,6 +187,55 @@ def test_steps_skipped_in_a_row_are_counted_over_a_resume(tmp_path: Path) -> Non
     for _ in range(2):
         assert not t.step(diverged, "k-0").updated
     resumed = trainer()
-    resumed.restore(checkpoint.load_state(save(t, tmp_path, 1)))
+    resumed.restore(load_state(save(t, tmp_path, 1)))
     with pytest.raises(LearnerError, match="3 steps in a row"):
         resumed.step(diverged, "k-0")
+
+
+def test_what_is_saved_is_what_was_when_the_save_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training goes on while a save is written: the save must not see it."""
+    may_write, real = threading.Event(), torch.save
+    monkeypatch.setattr(saving.torch, "save", lambda *args: (may_write.wait(30), real(*args)))
+    t = trainer()
+    saver = Saver(tmp_path, t.spec)
+    t.step(random_rows(0), "k-0")
+    saver.begin(1, "k-1", t.policy, t.updater.optimizer, t.state())
+    losses = [t.step(random_rows(i), "k-0").metrics["loss"] for i in (1, 2)]
+    saver.check()  # nothing has failed
+    assert checkpoint.find(tmp_path).newest is None
+    may_write.set()
+    saver.wait()
+    found = checkpoint.find(tmp_path).newest
+    assert found is not None
+    again = resume(found)
+    assert [again.step(random_rows(i), "k-0").metrics["loss"] for i in (1, 2)] == losses
+
+
+def test_g08_a_checkpoint_that_somebody_reads_outlives_the_cleaning(tmp_path: Path) -> None:
+    t = trainer()
+    first = save(t, tmp_path, 1)
+    with checkpoint.held(first.path):
+        for step in (2, 3, 4):
+            save(t, tmp_path, step, keep=1)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1", "step-4"]
+        assert (first.path / "model.safetensors").is_file() and (first.path / "COMPLETE").is_file()
+    save(t, tmp_path, 5, keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-5"]
+    with pytest.raises(LearnerError, match="step-1 is not there any more"), checkpoint.held(first.path):
+        pass
+
+
+def test_a_failed_save_is_told_at_the_next_chance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    t = trainer()
+    saver = Saver(tmp_path, t.spec)
+    monkeypatch.setattr(saving.torch, "save", full)
+    saver.begin(1, "k-1", t.policy, t.updater.optimizer, t.state())
+    deadline = time.monotonic() + 30
+    with pytest.raises(LearnerError, match=r"step-1 could not be written: .*No space left"):
+        while time.monotonic() < deadline:
+            saver.check()
+            time.sleep(0.01)
+    assert not list(tmp_path.iterdir())

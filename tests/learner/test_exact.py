@@ -183,7 +183,7 @@ def trained(model: Any, dtype: torch.dtype, steps: int = 5, **spec: Any) -> list
     )
     for step in range(steps):
         assert t.step(mixed_rows(10 + step), f"k-{step}").updated
-    return [p.detach().clone() for p in t.parameters]
+    return [p.detach().clone() for p in t.updater.parameters]
 
 
 @pytest.mark.parametrize(("dtype", "bar"), [(torch.float64, 1e-9), (torch.float32, 1e-5)])

@@ -261,6 +261,22 @@ async def test_e05_a_failed_proof_stops_the_run_with_the_cause(
     assert await process.exit_code() == 1 and fake.paused
 
 
+async def test_e08_an_engine_that_keeps_the_first_adapter_is_noticed_before_it_samples(
+    model_folder: Path, tmp_path: Path, link: LearnerLink, engine: tuple[FakeEngine, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake, url = engine
+    process = Process(spec_of(model_folder, tmp_path / "run", url, lora_rank=4, learning_rate=3e-2), link, monkeypatch)
+    await expect(link, "hello")
+    await allow_sync(link, "k-0")
+    fake.faults = {"ignore_update"}  # it answers that it holds k-1
+    await link.send_batch(1, rows_at(0), 10)
+    await expect(link, "sync_begin")
+    await link.send("sync_go")
+    failed = await expect(link, "failed")
+    assert failed["error"] == "WeightProofFailed" and "k-1" in failed["message"]
+    assert await process.exit_code() == 1 and fake.paused
+
+
 async def test_an_update_that_failed_is_made_when_control_asks_again(
     model_folder: Path, tmp_path: Path, link: LearnerLink, engine: tuple[FakeEngine, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -353,6 +369,32 @@ async def test_g13_a_diverged_step_is_neither_saved_nor_synced(
     await link.send("stop")
     await expect(link, "bye")
     assert await process.exit_code() == 0
+
+
+async def test_e09_an_adapter_is_pushed_merged_under_the_one_name_that_agents_use(
+    model_folder: Path, tmp_path: Path, link: LearnerLink, engine: tuple[FakeEngine, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No adapter is ever loaded by name, so that none can vanish under a call; each push is proven by its logprobs, also after a resume."""
+    fake, url = engine
+    for resume, step, version in ((False, 1, "k-1"), (True, 2, "n-2")):
+        lineage = version[0]
+        spec = spec_of(model_folder, tmp_path / "run", url, lora_rank=4, lineage=lineage, resume=resume, learning_rate=3e-2)
+        process = Process(spec, link, monkeypatch)
+        await expect(link, "hello")
+        first = await allow_sync(link, f"{lineage}-{step - 1}")
+        before = fake.model.model.layers[0].mlp.up_proj.weight.detach().clone()
+        await link.send_batch(step, rows_at(step - 1, lineage, seed=step), 10)
+        assert first["proof"]["ok"] and (await allow_sync(link, version))["proof"]["ok"]
+        assert (await expect(link, "result"))["version"] == version == fake.weight_version
+        assert float((fake.model.model.layers[0].mlp.up_proj.weight.detach() - before).abs().max()) > 1e-4
+        await link.send("stop", save=True)
+        assert (await expect(link, "checkpoint"))["step"] == step
+        await expect(link, "bye")
+        assert await process.exit_code() == 0
+        await expect(link, "closed")
+    assert not any("lora" in call or "adapter" in call for call in fake.calls)
+    names = {path.name for path in (tmp_path / "run" / "checkpoints" / "step-2" / "adapter").iterdir()}
+    assert names == {"adapter_config.json", "adapter_model.safetensors"}
 
 
 @pytest.mark.parametrize(("max_rejected", "ends"), [(0, True), (1, False)])

@@ -60,25 +60,25 @@ def trainer(**spec: Any) -> Trainer:
 def test_a_trainer_moves_by_the_share_and_not_before_two_batches() -> None:
     t = trainer()
     rows = sampled_by(t.policy, random_rows(3))
-    before = [p.detach().clone() for p in t.parameters]
+    before = [p.detach().clone() for p in t.updater.parameters]
     first = t.step(rows, "k-0")
     assert first.updated and first.metrics["learning_rate"] == 0.0 == first.metrics["grad_signal_share"]
-    assert all(torch.equal(a, b) for a, b in zip(before, t.parameters, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, t.updater.parameters, strict=True))
     second = t.step(rows, "k-0")  # the same batch at the same weights: all of it agrees
     assert second.metrics["grad_signal_share"] == pytest.approx(1.0, abs=1e-4)
     assert second.metrics["learning_rate"] == pytest.approx(1e-3, rel=1e-4)
-    assert not all(torch.equal(a, b) for a, b in zip(before, t.parameters, strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(before, t.updater.parameters, strict=True))
 
 
 def test_batches_that_contradict_each_other_move_nothing() -> None:
     t = trainer()
     rows = sampled_by(t.policy, random_rows(3))
-    before = [p.detach().clone() for p in t.parameters]
+    before = [p.detach().clone() for p in t.updater.parameters]
     t.step(rows, "k-0")
     for row in rows:
         row.advantage = -row.advantage
     assert t.step(rows, "k-0").metrics["learning_rate"] == 0.0
-    assert all(torch.equal(a, b) for a, b in zip(before, t.parameters, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, t.updater.parameters, strict=True))
 
 
 def test_the_share_of_the_clipped_gradients() -> None:
@@ -97,6 +97,7 @@ def test_a_resumed_trainer_goes_on_with_the_same_share() -> None:
     for _ in range(2):
         whole.step(rows, "k-0")
     resumed.policy.model.load_state_dict(whole.policy.model.state_dict())
+    resumed.updater.optimizer.load_state_dict(copy.deepcopy(whole.updater.optimizer.state_dict()))
     resumed.restore(copy.deepcopy(whole.state()))
     expected, found = whole.step(rows, "k-0"), resumed.step(rows, "k-0")
     assert found.metrics["grad_signal_share"] == expected.metrics["grad_signal_share"] > 0

@@ -17,7 +17,8 @@ from harness_rl.learner import step as step_module
 from harness_rl.learner.mismatch import CAUSES
 from harness_rl.learner.rows import Row, RowState, build_rows
 from harness_rl.learner.spec import LearnerSpec
-from harness_rl.learner.step import Trainer, scheduled
+from harness_rl.learner.step import Trainer
+from harness_rl.learner.update import scheduled
 
 
 def trainer(**spec: Any) -> Trainer:
@@ -26,7 +27,7 @@ def trainer(**spec: Any) -> Trainer:
 
 
 def weights(t: Trainer) -> list[torch.Tensor]:
-    return [p.detach().clone() for p in t.parameters]
+    return [p.detach().clone() for p in t.updater.parameters]
 
 
 def grads_of(t: Trainer, rows: list[Row], current: str = "k-0") -> list[torch.Tensor]:
@@ -34,11 +35,11 @@ def grads_of(t: Trainer, rows: list[Row], current: str = "k-0") -> list[torch.Te
     caught: list[torch.Tensor] = []
 
     def catch() -> float:
-        caught.extend(p.grad.clone() for p in t.parameters)
-        t.optimizer.zero_grad()
+        caught.extend(p.grad.clone() for p in t.updater.parameters)
+        t.updater.optimizer.zero_grad()
         return 0.0
 
-    t._update = catch  # type: ignore[method-assign]
+    t.updater.update = catch  # type: ignore[method-assign]
     t.step(rows, current)
     return caught
 
@@ -56,7 +57,7 @@ def naive_gradient(t: Trainer, rows: list[Row]) -> list[torch.Tensor]:
             factor = min(math.exp(logp.item() - float(row.logprobs[at])), t.spec.truncation)
             loss = -factor * torch.minimum(rho * row.advantage, rho.clamp(0.8, 1.28) * row.advantage) / total
             loss.backward(retain_graph=True)
-    found = [p.grad.clone() for p in t.parameters]
+    found = [p.grad.clone() for p in t.updater.parameters]
     model.zero_grad()
     return found
 
@@ -223,9 +224,9 @@ def test_g13_a_gradient_that_is_not_finite_changes_nothing_and_is_reported() -> 
     rows = random_rows(13)
     rows[0].advantage = 1e38
     rows[1].advantage = -1e38
-    before, updates = weights(t), t.updates
+    before, updates = weights(t), t.updater.updates
     report = t.step(rows, "k-0")
-    assert not report.updated and report.metrics["updates_skipped"] == 1 and t.updates == updates
+    assert not report.updated and report.metrics["updates_skipped"] == 1 and t.updater.updates == updates
     assert set(report.states.values()) == {RowState.REJECTED} and "not finite" in next(iter(report.reasons.values()))
     assert_close(before, weights(t), atol=0, rtol=0)
     with pytest.raises(LearnerError, match="2 steps in a row"):
@@ -235,7 +236,7 @@ def test_g13_a_gradient_that_is_not_finite_changes_nothing_and_is_reported() -> 
 def test_minibatches_are_optimizer_steps_against_the_policy_at_the_start() -> None:
     t = trainer(minibatches=2, epsilon_low=0.01, epsilon_high=0.01, learning_rate=5e-2)
     metrics = t.step(sampled_by(t.policy, random_rows(14)), "k-0").metrics
-    assert t.updates == 2 and metrics["updates"] == 2
+    assert t.updater.updates == 2 and metrics["updates"] == 2
     assert metrics["clip_ratio"] > 0  # the second minibatch has moved away from pi_old
     assert metrics["logprob_gap/max"] < 1e-5  # measured at the start of the batch
 
@@ -251,8 +252,8 @@ def test_learning_rate_zero_runs_everything_and_moves_nothing() -> None:
 def test_warm_up_then_constant() -> None:
     t = trainer(learning_rate=1.0, warmup_steps=4)
     seen = []
-    for t.updates in range(6):
-        seen.append(t.learning_rate())
+    for t.updater.updates in range(6):
+        seen.append(t.updater.learning_rate())
     assert seen == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
 
 
@@ -263,8 +264,8 @@ def test_a_decay_goes_to_nothing_at_the_last_update_and_never_below() -> None:
     cosine = [scheduled(done, 4, 12, "cosine") for done in (4, 8, 12)]
     assert cosine == pytest.approx([1.0, 0.5, 0.0])
     t = trainer(learning_rate=2.0, schedule="linear", total_updates=4)
-    t.updates = 1
-    assert t.learning_rate() == 1.5
+    t.updater.updates = 1
+    assert t.updater.learning_rate() == 1.5
     with pytest.raises(UserError, match="a linear schedule over 4 updates has nothing after 4 of warm-up"):
         trainer(schedule="linear", total_updates=4, warmup_steps=4)
 

@@ -10,6 +10,7 @@ import pytest
 
 from harness_rl.errors import EngineError, InvariantError, LearnerError, LearnerGone
 from harness_rl.learner.link import Message
+from harness_rl.orchestrator import learner_process
 from harness_rl.orchestrator.learner_process import LearnerProcess, SyncHooks, start_learner
 
 PROOF = {"ok": True, "mean_abs": 1e-6, "max_abs": 1e-5, "tokens": 512, "bound": 1e-4}
@@ -128,8 +129,50 @@ async def test_a_learner_that_is_killed_while_it_starts_can_be_started_again(tmp
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\n{ends}\n")
     python.chmod(0o755)
-    spec = SimpleNamespace(to_json=lambda: "{}", lineage="a", resume=False)
+    spec = SimpleNamespace(to_json=lambda: "{}", lineage="a", resume=False, processes=1)
     hooks = SyncHooks(*[None] * 3)
-    with pytest.raises(LearnerError, match=r"the learner did not start: (killed by SIGKILL|no such model)") as caught:
+    with pytest.raises(LearnerError, match=r"the learner did not start: the learner ended: (killed by SIGKILL|no such model)") as caught:
         await start_learner(spec, python=python, env={}, hooks=hooks, run_dir=tmp_path, timeout=20.0)
     assert type(caught.value) is error
+
+
+class Rank(FakeChild):
+    """Of a learner of several processes; `ends` with a code, or never."""
+
+    name, log_path = "learner-rank1", Path("learner-rank1.log")
+
+    def __init__(self, ends: int | None) -> None:
+        self.process = SimpleNamespace(returncode=ends)
+
+    async def ended(self) -> None:
+        if self.process.returncode is None:
+            await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize(
+    ("ends", "error", "words"),
+    [
+        (-9, LearnerGone, r"the learner-rank1 ended: killed \(log: learner-rank1.log\); rank 0 said: RuntimeError: connection closed"),
+        (None, LearnerError, r"the learner stopped: RuntimeError: connection closed"),
+        (1, LearnerError, r"the learner stopped: RuntimeError: connection closed"),
+    ],
+)
+async def test_what_rank_0_says_of_a_rank_that_was_killed_is_no_end_of_the_run(
+    learner, monkeypatch: pytest.MonkeyPatch, ends: int | None, error: type[Exception], words: str
+) -> None:
+    monkeypatch.setattr(learner_process, "RANK_GRACE_S", 0.05)
+    learner.process.others = [Rank(ends)]
+    learner.link.coming.put_nowait(Message("failed", {"error": "RuntimeError", "message": "connection closed"}))
+    with pytest.raises(LearnerError, match=words) as caught:
+        await learner.process.next(5)
+    assert type(caught.value) is error
+
+
+@pytest.mark.parametrize("ends", [-9, 1])
+async def test_a_rank_that_ends_while_all_is_quiet_takes_the_learner_with_it(learner, monkeypatch: pytest.MonkeyPatch, ends: int) -> None:
+    monkeypatch.setattr(learner_process, "RANK_GRACE_S", 0.05)
+    other = LearnerProcess(FakeChild(), FakeLink(), learner.process.hooks, Path("none"), [Rank(ends)])
+    other.serve()
+    with pytest.raises(LearnerGone, match=r"the learner-rank1 ended: .*the whole learner goes with it"):
+        await other.next(5)
+    await other.close()

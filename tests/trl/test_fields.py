@@ -165,6 +165,10 @@ def get(config: RunConfig, target: str) -> Any:
         # checkpoints and evaluation
         ({"save_strategy": "no"}, {"checkpoint.every": 0}),
         ({"save_steps": 7, "save_total_limit": 3}, {"checkpoint.every": 7, "checkpoint.keep": 3}),
+        ({"push_to_hub": True, "hub_model_id": "me/x"}, {"checkpoint.push_to_hub": "me/x", "checkpoint.hub_private": True}),
+        ({"push_to_hub": True, "hub_model_id": "me/x", "hub_private_repo": False}, {"checkpoint.hub_private": False}),
+        ({"hub_model_id": "me/x"}, {"checkpoint.push_to_hub": None}),
+        ({"optim": "adamw_torch_8bit"}, {"learner.optimizer": "adamw_8bit"}),
         ({"eval_strategy": "steps", "eval_steps": 5}, {"eval.at_end": True, "eval.at_start": False}),
         ({"eval_on_start": True}, {"eval.at_end": False, "eval.at_start": True}),
         # data

@@ -162,7 +162,7 @@ class Model:
         ({"model": Model()}, r"model is a Model: save it and its tokenizer with save_pretrained"),
         ({"args": AsyncGRPOConfig()}, "args is a AsyncGRPOConfig; import GRPOConfig from harness_rl"),
         ({"args": {"max_steps": 3}}, "args is a dict; import GRPOConfig from harness_rl"),
-        ({"peft_config": object()}, "peft_config is not supported: all weights are trained"),
+        ({"peft_config": object()}, "peft_config is not supported: leave it out; learner={'lora_rank': 16}"),
         ({"quantization_config": object()}, "quantization_config is not supported"),
         ({"optimizers": (object(), None)}, "optimizers is not supported: leave it out"),
         ({"reward_processing_classes": object()}, "reward models are not loaded here"),

@@ -1,0 +1,129 @@
+"""A learner of several processes as control starts it: real processes, a fake engine, kills, and resumes on another number of ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_engine import FakeEngine, serve
+from learner_helpers import random_rows, tiny_llama
+from safetensors.torch import load_file
+
+from harness_rl.errors import LearnerError, LearnerGone
+from harness_rl.learner.link import Message
+from harness_rl.learner.policy import Policy
+from harness_rl.learner.spec import LearnerSpec
+from harness_rl.learner.step import Trainer
+from harness_rl.orchestrator.learner_process import LearnerProcess, SyncHooks, SyncReport, start_learner
+
+STARTS_S = 200.0
+SETTINGS: dict[str, Any] = {"learning_rate": 1e-3, "micro_batch_tokens": 64, "probe_tokens": 100, "adam_epsilon": 1e-4, "device": "cpu"}
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tiny_llama().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def engine() -> Iterator[tuple[FakeEngine, str]]:
+    made = FakeEngine(Policy.wrap(tiny_llama(seed=5), torch.float32).model)
+    with serve(made) as url:
+        yield made, url
+
+
+async def start(model: Path, run: Path, processes: int, **more: Any) -> LearnerProcess:
+    async def hold(_: str) -> None: ...
+
+    async def release(_: SyncReport) -> None: ...
+
+    async def failed(reason: str) -> None:
+        raise LearnerError(reason)
+
+    spec = LearnerSpec(model=str(model), run_dir=str(run), processes=processes, **({"lineage": "k"} | SETTINGS | more))
+    hooks = SyncHooks(hold, release, failed)
+    return await start_learner(spec, python=Path(sys.executable), env={"OMP_NUM_THREADS": "1"}, hooks=hooks, run_dir=run, timeout=STARTS_S)
+
+
+async def expect(learner: LearnerProcess, kind: str) -> Message:
+    message = await learner.next(60)
+    assert message.type == kind, message
+    return message
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def after_two_steps() -> dict[str, torch.Tensor]:
+    """The same two batches, in one process that nothing interrupts."""
+    trainer = Trainer(Policy.wrap(tiny_llama(), torch.float32), LearnerSpec(model="-", run_dir="-", lineage="k", **SETTINGS))
+    for step in (1, 2):
+        assert trainer.step(random_rows(step), "k-0").updated
+    return trainer.policy.weights(torch.float32)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("before", "after"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.full), pytest.param(2, 3, marks=pytest.mark.full)]
+)
+async def test_a_killed_rank_ends_the_learner_and_another_number_of_ranks_goes_on(
+    model_folder: Path, run: Path, engine: tuple[FakeEngine, str], before: int, after: int
+) -> None:
+    fake, url = engine
+    learner = await start(model_folder, run, before, engines=[url], checkpoint_every=1)
+    pids = [child.process.pid for child in (learner.child, *learner.others)]
+    assert len(pids) == before
+    try:
+        assert (await expect(learner, "sync_done"))["proof"]["ok"]
+        await learner.send_batch(1, random_rows(1), 10)
+        assert (await expect(learner, "sync_done"))["proof"]["ok"]
+        result = await expect(learner, "result")
+        assert set(result["rows"].values()) == {"trained"} and fake.weight_version == "k-1"
+        assert (await expect(learner, "checkpoint"))["step"] == 1
+        os.kill(pids[-1], signal.SIGKILL)
+        with pytest.raises(LearnerGone, match="killed by SIGKILL"):
+            await learner.next(60)
+    finally:
+        await learner.close()
+    assert not any(alive(pid) for pid in pids)
+
+    learner = await start(model_folder, run, after, engines=[url], resume=True, lineage="n")
+    try:
+        assert learner.step == 1
+        assert (await expect(learner, "sync_done"))["version"] == "n-1"
+        await learner.send_batch(2, random_rows(2), 10)
+        assert (await expect(learner, "sync_done"))["proof"]["ok"]
+        await expect(learner, "result")
+        saved = await learner.stop(timeout=60)
+    finally:
+        await learner.close()
+    assert saved["step"] == 2
+    weights = load_file(Path(saved["path"]) / "model.safetensors")
+    expected = after_two_steps()
+    assert all(float((weights[name] - value).abs().max()) < 1e-5 for name, value in expected.items())
+
+
+@pytest.mark.timeout(300)
+async def test_a_mistake_is_told_once_by_its_own_words(run: Path) -> None:
+    with pytest.raises(LearnerError, match=r"did not start: the learner.* ended: .*no-model cannot be used"):
+        await start(run / "no-model", run, 2)
