@@ -132,6 +132,31 @@ async def test_c68_an_unscorable_rollout_leaves_the_baseline_and_is_never_zero(t
     assert len(batch.rows) == 4
 
 
+async def test_d22_a_rollout_that_never_ends_by_itself_does_not_hold_its_group(tmp_path):
+    """Sessions end at their deadline. Three of four are left of the first group and train; of the second only one is, and it is dropped."""
+
+    async def stuck(task, episode):
+        if member_of(episode) == 3 or (episode.startswith("g00001") and member_of(episode)):
+            try:
+                async with asyncio.timeout(0.03):
+                    await asyncio.Event().wait()
+            except TimeoutError:
+                raise RolloutFailure(Cause.WALL_CLOCK, "not over") from None
+        return await by_member(task, episode)
+
+    generation, factory = make(tmp_path, stuck, num_generations=4, max_retries=1, max_staleness=0)
+    async with producing(generation):
+        batch = await asyncio.wait_for(generation.next_batch(), 5)
+        assert factory.open == 0
+    assert [group.group_id for group in batch.groups] == ["g00000", "g00002"]
+    for group in batch.groups:
+        assert [rollout.reward for rollout in group.rollouts] == [0.0, 1.0, 0.0, None]
+        assert group.rollouts[3].causes == [Cause.WALL_CLOCK] * 2
+    assert len(batch.rows) == 6
+    dropped = next(group for group in batch.considered if group.group_id == "g00001")
+    assert dropped.drop_reason is not None
+
+
 async def test_an_exception_without_a_name_is_internal_and_the_group_goes_on(tmp_path):
     async def broken(task, episode):
         if member_of(episode) == 0:

@@ -261,7 +261,7 @@ def test_step_metrics_tell_each_reward_function_and_what_it_logged_by_name():
         (0.5, r"one reward for all its rollouts \(mean 0.50\)"),
     ],
 )
-async def test_work_that_teaches_nothing_ends_the_run_with_the_reason(tmp_path, reward, words):
+async def test_d26_work_that_teaches_nothing_ends_the_run_with_the_reason(tmp_path, reward, words):
     async def play(task, episode):
         if reward is None:
             raise RolloutFailure(Cause.VERIFIER, "no verdict")
