@@ -1,4 +1,5 @@
-"""Peak memory of one LM head, forward and backward, in a process of its own: `head_memory.py chunked|plain TOKENS` prints bytes.
+"""Peak memory of one LM head, forward and backward, in a process of its own:
+`python -m harness_rl.bench.head_memory chunked|plain TOKENS` prints bytes.
 
 What the process holds before (torch, the hidden states, the head itself) is taken off; the head's gradient is in.
 """

@@ -20,7 +20,7 @@ from harness_rl.learner.packing import Pack
 from harness_rl.learner.prefixtree import PrefixTree, fold, side_by_side
 from harness_rl.learner.ranks import ALONE, Ranks
 from harness_rl.learner.recurrent import RowBorders, has_state, prove_isolation
-from harness_rl.learner.sharding import give_back, shard, whole
+from harness_rl.learner.sharding import give_back, shard, spread, whole
 from harness_rl.learner.spec import LearnerSpec
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -40,7 +40,7 @@ class Policy:
             if getattr(model.config, name, None) not in (None, 1, 1.0):
                 raise attention.UnsupportedModel(f"the model's config sets {name}, which is not supported")
         self._borders = RowBorders(model.base_model) if has_state(model) else None
-        if self._borders is not None:
+        if self._borders is not None and self.device.type != "meta":
             prove_isolation(self)
 
     @property
@@ -52,23 +52,24 @@ class Policy:
     def load(cls, spec: LearnerSpec, source: Path, ranks: Ranks = ALONE) -> Policy:
         """From a folder in Hugging Face format (or a hub id), sharded where there are several ranks. With LoRA it is `spec.model`, and only
         the adapter is the folder's, where it has one. Raises UserError when it cannot be loaded or trained."""
-        from transformers import AutoModelForCausalLM
-
         dtype = DTYPES[("bfloat16" if ranks.device.type == "cuda" else "float32") if spec.dtype == "auto" else spec.dtype]
         attention.register()
         try:
-            base = Path(spec.model) if spec.lora_rank else source
-            model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, attn_implementation=attention.IMPLEMENTATION)
+            model = _model(Path(spec.model) if spec.lora_rank else source, ranks)
             if spec.lora_rank:
                 lora.add(model, spec)
-                if (source / lora.FOLDER).is_dir():
+                if (source / lora.FOLDER).is_dir() and ranks.rank == 0:
                     lora.load(model, source / lora.FOLDER)
             if ranks.size == 1 and not spec.offload_optimizer:  # a sharded model comes to its GPU layer by layer
                 model = model.to(ranks.device)
             policy = cls.wrap(model, dtype, spec.logprob_chunk, spec.gradient_checkpointing, spec.offload_activations)
         except (OSError, ValueError) as error:
             raise UserError(f"learner: model {source} cannot be used: {error}") from error
-        return policy.over(ranks, spec.offload_optimizer)
+        values = model.state_dict() if ranks.size > 1 else {}
+        policy.over(ranks, spec.offload_optimizer)
+        if ranks.size > 1:
+            spread(policy._whole, model, values, ranks, spec.offload_optimizer)
+        return policy
 
     def over(self, ranks: Ranks, offload: bool = False) -> Policy:
         """This policy, sharded over the ranks (over one for `offload`); a collective."""
@@ -141,6 +142,17 @@ class Policy:
         """Copies of the adapter's parameters, by their names in the model, in host memory of rank 0; a collective."""
         found = {name: whole(parameter, self.device) for name, parameter in lora.adapter(self.model).items()}
         return {name: tensor.to("cpu", copy=not self.sharded) for name, tensor in found.items()} if self.ranks.rank == 0 else {}
+
+
+def _model(source: Path, ranks: Ranks) -> Any:
+    """The model of a folder; on other ranks than 0 without its values, and without memory for them."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings = {"dtype": torch.float32, "attn_implementation": attention.IMPLEMENTATION}
+    if ranks.rank == 0:
+        return AutoModelForCausalLM.from_pretrained(source, **settings)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source), **settings)
 
 
 class _Whole(torch.nn.Module):

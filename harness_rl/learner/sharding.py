@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -30,6 +31,20 @@ def shard(whole: torch.nn.Module, body: torch.nn.Module, ranks: Ranks, dtype: to
         sharded = fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=place)
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)  # gloo has no other way to a factor of its own
+
+
+def spread(whole: torch.nn.Module, model: torch.nn.Module, values: dict[str, torch.Tensor], ranks: Ranks, offload: bool) -> None:
+    """Give the slices of a `model`, sharded as a part of `whole`, rank 0's `values`: its state dict before it was sharded. The other ranks'
+    have no memory yet. A collective."""
+    if ranks.rank:
+        whole.to_empty(device="cpu" if offload else ranks.device)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, values if ranks.rank == 0 else {}, options=options)
+    buffers = dict(model.named_buffers())
+    found = ranks.agree({name: buffer.cpu() for name, buffer in buffers.items()} if ranks.rank == 0 else None)
+    for name, buffer in buffers.items():
+        if ranks.rank:
+            buffer.data = found[name].to(ranks.device)
 
 
 def _layers(body: torch.nn.Module) -> list[torch.nn.Module]:

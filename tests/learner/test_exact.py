@@ -13,10 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from learner_helpers import branching_rows, random_rows
+from learner_helpers import VOCABULARY, branching_rows, random_rows
 from tiny_models import SINKS, STATES, WINDOWS, made
 from transformers import AttentionInterface
 
+from harness_rl.bench.learner_ways import Sizes, rollouts
+from harness_rl.learner import attention
 from harness_rl.learner import step as step_module
 from harness_rl.learner.attention import UnsupportedModel
 from harness_rl.learner.packing import Pack, pack_rows, term_weights
@@ -116,8 +118,12 @@ def assert_equal(
         assert float((a - b).abs().max()) <= relative * largest
 
 
+@pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("kind", ATTENTION)
-def test_tree_rows_in_float64_to_1e_9(kind: str) -> None:
+def test_tree_rows_in_float64_to_1e_9(kind: str, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the kernels of a CPU, and as where backward computes each segment's attention again."""
+    if not fused:
+        monkeypatch.setattr(attention, "_fused", lambda *_: False)
     rows = mixed_rows(0)
     model = in_float64(made(kind))
     expected = reference(model, rows)
@@ -133,6 +139,33 @@ def test_tree_rows_in_float32_to_1e_5(kind: str) -> None:
     expected = reference(model, rows)
     policy = Policy.wrap(model, torch.float32, chunk=7)
     assert_equal(ours(policy, packed(policy, rows, 60)), expected, 1e-5)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_what_is_kept_for_backward_grows_with_the_tree_and_not_with_its_paths(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """10, 20 and 40 turns, each of which drops the thinking of the one before: tokens double, their repetitions grow fourfold."""
+    if not fused:
+        monkeypatch.setattr(attention, "_fused", lambda *_: False)
+    policy = Policy.wrap(made("llama"), torch.float32)
+    kept, tokens, repeated = [], [], []
+    for turns in (10, 20, 40):
+        rows = rollouts("forked", Sizes(prompt=0, own=0, turns=turns, thought=3, said=2, output=2), VOCABULARY)
+        (pack,) = pack_rows(rows, range(turns), 10_000, [1.0] * turns)
+        storages: dict[int, int] = {}
+
+        def see(tensor: torch.Tensor, storages: dict[int, int] = storages) -> torch.Tensor:
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        weights = {p.untyped_storage().data_ptr() for p in policy.model.parameters()}
+        with torch.autograd.graph.saved_tensors_hooks(see, lambda tensor: tensor):
+            held = policy.score(pack)[0]
+        kept.append(sum(size for at, size in storages.items() if at not in weights))
+        tokens.append(pack.tokens)
+        repeated.append(sum(map(len, rows)))
+        del held
+    assert repeated[2] > 3.5 * repeated[1] and tokens[2] < 2.1 * tokens[1]
+    assert kept[2] - kept[1] < 1.05 * (kept[1] - kept[0]) * (tokens[2] - tokens[1]) / (tokens[1] - tokens[0])
 
 
 @pytest.mark.parametrize("kind", STATES)

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parent / "head_memory.py"
-
 
 def measured(kind: str, tokens: int) -> int:
-    result = subprocess.run([sys.executable, str(SCRIPT), kind, str(tokens)], capture_output=True, text=True, timeout=190, check=True)
+    result = subprocess.run(
+        [sys.executable, "-m", "harness_rl.bench.head_memory", kind, str(tokens)], capture_output=True, text=True, timeout=190, check=True
+    )
     return int(result.stdout)
 
 

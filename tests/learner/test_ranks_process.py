@@ -101,7 +101,7 @@ async def test_a_killed_rank_ends_the_learner_and_another_number_of_ranks_goes_o
         assert set(result["rows"].values()) == {"trained"} and fake.weight_version == "k-1"
         assert (await expect(learner, "checkpoint"))["step"] == 1
         os.kill(pids[-1], signal.SIGKILL)
-        with pytest.raises(LearnerGone, match="killed by SIGKILL"):
+        with pytest.raises(LearnerGone, match="killed by SIGKILL" if before > 1 else "closed the connection"):
             await learner.next(60)
     finally:
         await learner.close()
