@@ -58,6 +58,8 @@ class EngineSection(Section):
     max_num_seqs: int = Field(16, ge=1)
     kv_cache_gib: float = Field(1.0, gt=0)
     """CPU only."""
+    gpus: str | None = Field(None, pattern=r"^\d+(,\d+)*$")
+    """Which of this machine's GPUs it sees, as `"0"` or `"0,1"`; None = all."""
     gpu_memory_fraction: float = Field(0.85, gt=0, le=1)
     threads: int = Field(0, ge=0)
     """CPU only; 0 = the measured plan for this number of cores."""
@@ -205,8 +207,10 @@ class LearnerSection(Section):
     lora_targets: list[str] = []
     """Names of linear layers, as peft takes them (`q_proj`); none = all of them but the head."""
     processes: int = Field(1, ge=1)
-    """Of the learner, each with a GPU of its own (or on the CPU): FSDP2 shards the model over them. One that dies ends them all, and they
-    are started again, from the newest checkpoint."""
+    """Of the learner, each with a GPU of its own (or all on the CPU): FSDP2 shards the model over them. One that dies ends them all, and
+    they are started again, from the newest checkpoint."""
+    gpus: str | None = Field(None, pattern=r"^\d+(,\d+)*$")
+    """Which of this machine's GPUs the processes take, one each, as `"1,2"`; None = the first ones."""
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
     """`adamw_8bit` keeps its state in 8 bits a number; it needs torchao."""
     offload_optimizer: bool = False
@@ -354,6 +358,8 @@ class RunConfig(Section):
             )
         if self.sync.sleep and self.sync.backend != "ipc":
             raise ValueError("sync.sleep is for an engine that shares the learner's GPU; set sync.backend = ipc, or leave it out")
+        if self.learner.gpus and self.learner.gpus.count(",") + 1 < self.learner.processes:
+            raise ValueError(f"learner.gpus = {self.learner.gpus} are fewer than learner.processes = {self.learner.processes}")
         if self.warmup.target_low >= self.warmup.target_high:
             raise ValueError("warmup.target_low must be below warmup.target_high")
         return self

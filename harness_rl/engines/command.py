@@ -90,6 +90,8 @@ def engine_environment(
         env["VLLM_SERVER_DEV_MODE"] = "1"
         if sync is not None and sync.backend == "ipc":
             env["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # its IPC backend takes handles as pickles, from the learner alone
+    if device == "cuda" and section.gpus:
+        env["CUDA_VISIBLE_DEVICES"] = section.gpus
     if device == "cpu":
         # vLLM's own binding reserves a core and pins its worker to the first one, which leaves half of a two-core machine idle.
         env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"

@@ -64,7 +64,8 @@ class Services:
 
     @property
     def learner_env(self) -> dict[str, str]:
-        return learner_env(self.torch_python(self.config.learner.python))
+        gpus = self.config.learner.gpus
+        return learner_env(self.torch_python(self.config.learner.python)) | ({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {})
 
     def torch_python(self, configured: Path | None) -> Path:
         return torch_python(configured or self.config.engine.python)

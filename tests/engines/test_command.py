@@ -71,6 +71,12 @@ def test_environment_has_no_secret_of_ours_and_no_binding() -> None:
     assert "OMP_NUM_THREADS" not in engine_environment(EngineSection(), "cuda", PYTHON, base)
 
 
+def test_it_sees_the_gpus_that_the_config_gives_it() -> None:
+    base = {"CUDA_VISIBLE_DEVICES": "5"}
+    assert engine_environment(EngineSection(gpus="0,3"), "cuda", PYTHON, base)["CUDA_VISIBLE_DEVICES"] == "0,3"
+    assert engine_environment(EngineSection(), "cuda", PYTHON, base)["CUDA_VISIBLE_DEVICES"] == "5"
+
+
 @pytest.mark.parametrize(
     ("log", "line"),
     [

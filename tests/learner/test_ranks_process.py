@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,12 +18,13 @@ from learner_helpers import random_rows, tiny_llama
 from safetensors.torch import load_file
 
 from harness_rl.errors import LearnerError, LearnerGone
-from harness_rl.learner.link import Message
+from harness_rl.learner.link import TOKEN_ENV, LearnerLink, Message
 from harness_rl.learner.policy import Policy
 from harness_rl.learner.spec import LearnerSpec
 from harness_rl.learner.step import Trainer
 from harness_rl.orchestrator.learner_process import LearnerProcess, SyncHooks, SyncReport, start_learner
 
+ROOT = Path(__file__).resolve().parents[2]
 STARTS_S = 200.0
 SETTINGS: dict[str, Any] = {"learning_rate": 1e-3, "micro_batch_tokens": 64, "probe_tokens": 100, "adam_epsilon": 1e-4, "device": "cpu"}
 
@@ -121,6 +124,41 @@ async def test_a_killed_rank_ends_the_learner_and_another_number_of_ranks_goes_o
     weights = load_file(Path(saved["path"]) / "model.safetensors")
     expected = after_two_steps()
     assert all(float((weights[name] - value).abs().max()) < 1e-5 for name, value in expected.items())
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("killed", [False, True])
+async def test_torchrun_starts_it_too_and_leaves_nothing_when_it_is_killed(
+    model_folder: Path, run: Path, tmp_path: Path, killed: bool
+) -> None:
+    link = LearnerLink(tmp_path / "l.sock", "secret")
+    await link.start()
+    config = tmp_path / "learner.json"
+    config.write_text(LearnerSpec(model=str(model_folder), run_dir=str(run), lineage="k", processes=2, **SETTINGS).to_json())
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "harness_rl.learner"]
+    command += ["--config", str(config), "--link", str(link.path)]
+    env = {**os.environ, TOKEN_ENV: "secret", "PYTHONPATH": f"{ROOT}:{ROOT / 'proxy'}", "OMP_NUM_THREADS": "1"}
+    launcher = await asyncio.create_subprocess_exec(sys.executable, *command, env=env, start_new_session=True)
+    try:
+        worker = (await link.receive(STARTS_S))["pid"]
+        await link.send_batch(1, random_rows(1), 10)
+        assert set((await link.receive(60))["rows"].values()) == {"trained"}
+        if killed:
+            launcher.kill()
+            assert (await link.receive(60)).type == "closed"
+        else:
+            await link.send("stop", save=False)
+            assert (await link.receive(60)).type == "bye"
+        assert await asyncio.wait_for(launcher.wait(), 60) == (-signal.SIGKILL if killed else 0)
+        deadline = time.monotonic() + 20
+        while alive(worker) and time.monotonic() < deadline:
+            await asyncio.sleep(0.1)
+        assert not alive(worker)
+    finally:
+        if launcher.returncode is None:
+            launcher.kill()
+        await link.close()
 
 
 @pytest.mark.timeout(300)

@@ -42,11 +42,18 @@ def one_line(capsys: pytest.CaptureFixture[str]) -> str:
         ("rollout.num_generations=1", "rollout.num_generations"),
         ("nonsense", "section.key=value"),
         ("warmup.target_low=0.9", "warmup.target_low must be below"),
+        ('learner.gpus="1-3"', "learner.gpus"),
     ],
 )
 def test_a_wrong_setting_is_one_line_and_exit_2(config, capsys, setting, words):
     assert main(["train", str(config), "--set", setting]) == 2
     assert words in one_line(capsys)
+
+
+def test_more_processes_than_gpus_are_one_line_and_exit_2(config, capsys):
+    settings = ["--set", 'learner.gpus="1,2"', "--set", "learner.processes=3"]
+    assert main(["train", str(config), *settings]) == 2
+    assert "learner.gpus = 1,2 are fewer than learner.processes = 3" in one_line(capsys)
 
 
 def test_a_missing_config_and_a_broken_one(tmp_path, capsys):

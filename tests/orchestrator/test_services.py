@@ -169,6 +169,13 @@ async def test_the_bodys_own_failure_passes_through_and_ends_the_watch(tmp_path)
         assert services.proxy.restarts == 0
 
 
+def test_the_learner_sees_the_gpus_that_the_config_gives_it():
+    config = RunConfig.model_validate({"learner": {"gpus": "1,2", "processes": 2}})
+    services = Services(config, FakeEngine(), SimpleNamespace(), RunState("test", 1))
+    assert services.learner_env["CUDA_VISIBLE_DEVICES"] == "1,2"
+    assert "CUDA_VISIBLE_DEVICES" not in Services(RunConfig(), FakeEngine(), SimpleNamespace(), RunState("test", 1)).learner_env
+
+
 async def test_a_failed_update_is_excused_by_an_engine_that_died_and_by_nothing_else(tmp_path, monkeypatch):
     monkeypatch.setattr("harness_rl.orchestrator.services.ENGINE_DEATH_S", 0.05)
     services = Services(RunConfig(), FakeEngine(), SimpleNamespace(), RunState("test", 1))
