@@ -57,12 +57,17 @@ def add(model: Any, spec: LearnerSpec) -> None:
 
 
 def load(model: Any, folder: Path) -> None:
-    """The adapter's weights as `export` wrote them."""
+    """The adapter's weights as `export` wrote them. Raises UserError when they are not there, or of another adapter."""
     from safetensors.torch import load_file
 
+    if not (folder / _WEIGHTS).is_file():
+        raise UserError(f"learner: {folder} is not there: the run began without LoRA, and cannot go on with it (learner.lora_rank)")
     saved = load_file(folder / _WEIGHTS)
-    for name, parameter in adapter(model).items():
-        parameter.data.copy_(saved[_exported(name)])
+    wanted = {_exported(name): parameter for name, parameter in adapter(model).items()}
+    if saved.keys() != wanted.keys() or any(saved[name].shape != parameter.shape for name, parameter in wanted.items()):
+        raise UserError(f"learner: the adapter in {folder} has another rank or other targets than learner.lora_rank and lora_targets say")
+    for name, parameter in wanted.items():
+        parameter.data.copy_(saved[name])
 
 
 def adapter(model: Any) -> dict[str, torch.Tensor]:

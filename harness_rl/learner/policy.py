@@ -51,14 +51,15 @@ class Policy:
     @classmethod
     def load(cls, spec: LearnerSpec, source: Path, ranks: Ranks = ALONE) -> Policy:
         """From a folder in Hugging Face format (or a hub id), sharded where there are several ranks. With LoRA it is `spec.model`, and only
-        the adapter is the folder's, where it has one. Raises UserError when it cannot be loaded or trained."""
+        the adapter is the folder's, where that is another. Raises UserError when it cannot be loaded or trained."""
         dtype = DTYPES[("bfloat16" if ranks.device.type == "cuda" else "float32") if spec.dtype == "auto" else spec.dtype]
         attention.register()
         try:
-            model = _model(Path(spec.model) if spec.lora_rank else source, ranks)
+            base = Path(spec.model) if spec.lora_rank else source
+            model = _model(base, ranks)
             if spec.lora_rank:
                 lora.add(model, spec)
-                if (source / lora.FOLDER).is_dir() and ranks.rank == 0:
+                if source != base and ranks.rank == 0:  # a base that was trained with an adapter has it merged
                     lora.load(model, source / lora.FOLDER)
             if ranks.size == 1 and not spec.offload_optimizer:  # a sharded model comes to its GPU layer by layer
                 model = model.to(ranks.device)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
-from harness_rl.errors import LearnerError
+from harness_rl.errors import LearnerError, UserError
 from harness_rl.learner import checkpoint, lora
 from harness_rl.learner.checkpoint import Checkpoint
 from harness_rl.learner.policy import Policy
@@ -117,12 +117,18 @@ def load_state(found: Checkpoint) -> dict[str, Any]:
 
 
 def load_optimizer(found: Checkpoint, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
-    """The optimizer's state as it was saved, by however many ranks. A collective."""
+    """The optimizer's state as it was saved, by however many ranks. A collective. Raises UserError when it is another optimizer's."""
     folder = found.path / checkpoint.OPTIMIZER
     if not folder.is_dir():
         return
     state = get_optimizer_state_dict(policy.model, optimizer)
-    dcp.load(state, checkpoint_id=folder, no_dist=not dist.is_initialized())
+    try:
+        dcp.load(state, checkpoint_id=folder, no_dist=not dist.is_initialized())
+    except dcp.api.CheckpointException as error:
+        first = next(iter(error.failures.values()))[0]
+        raise UserError(
+            f"learner: the optimizer's state in {folder} is not this one's (learner.optimizer and lora_rank must be the run's own): {first}"
+        ) from error
     set_optimizer_state_dict(policy.model, optimizer, state)
 
 

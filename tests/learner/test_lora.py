@@ -104,6 +104,32 @@ def test_resumed_equals_uninterrupted(base: Path, tmp_path: Path) -> None:
     assert [again.step(random_rows(i), "k-0").metrics["loss"] for i in (1, 2)] == losses
 
 
+def test_a_run_that_begins_from_a_checkpoint_takes_its_adapter_once(base: Path, tmp_path: Path) -> None:
+    """As after a warm start: the folder's model has the adapter merged, and a new one is trained on it."""
+    t = trainer(spec_of(base))
+    for step in range(2):
+        t.step(random_rows(step), f"k-{step}")
+    saved, expected = save(t, tmp_path, 2), t.policy.weights(torch.float32)
+    begun = trainer(spec_of(saved.path)).policy.weights(torch.float32)
+    assert all(float((begun[name] - value).abs().max()) < 1e-7 for name, value in expected.items())
+
+
+def test_another_adapter_than_the_checkpoints_is_refused(base: Path, tmp_path: Path) -> None:
+    t = trainer(spec_of(base))
+    t.step(random_rows(0), "k-0")
+    saved = save(t, tmp_path, 1)
+    with pytest.raises(UserError, match=r"has another rank or other targets than learner.lora_rank and lora_targets say"):
+        trainer(spec_of(base, lora_rank=8), saved.path)
+    whole = trainer(spec_of(base, lora_rank=0), saved.path)
+    with pytest.raises(
+        UserError, match=r"optimizer's state in .* is not this one's \(learner.optimizer and lora_rank must be the run's own\)"
+    ):
+        load_optimizer(saved, whole.policy, whole.updater.optimizer)
+    (saved.path / "adapter" / "adapter_model.safetensors").unlink()
+    with pytest.raises(UserError, match="the run began without LoRA, and cannot go on with it"):
+        trainer(spec_of(base), saved.path)
+
+
 def test_the_model_without_its_adapter_is_the_reference(base: Path) -> None:
     spec = spec_of(base, kl_beta=0.1)
     off, given = trainer(spec), trainer(spec, reference=Policy.load(replace(spec, lora_rank=0), base))

@@ -254,6 +254,42 @@ async def test_held_calls_wait_before_render_and_go_on_at_the_release(served: Se
     assert (await served.admin.health())["version"] == "k3f9-12"
 
 
+async def test_e14_no_call_slips_into_an_update_is_lost_or_is_older_than_it_says(served: Served, engine: FakeEngine) -> None:
+    """Eight agents ask without a pause through three updates. Between a drained hold and its release the engine gets no call; each is
+    answered, by the weights that its turn names, which are no older than those in force when it was made."""
+    engine.version, engine.delay_s = "k-0", 0.005
+    known: dict[str, list[int]] = {}
+    in_force, ended = 0, False
+
+    async def ask() -> None:
+        agent, created = await served.agent()
+        mine = known[created.session_id] = []
+        while not ended or not mine:
+            mine.append(in_force)
+            assert (await agent.post({**ASK, "stream": False}))[0] == 200
+
+    asking = [asyncio.create_task(ask()) for _ in range(8)]
+    for update in (1, 2, 3):
+        before = len(engine.sampled)
+        await until(lambda before=before: len(engine.sampled) >= before + 16)
+        await served.admin.hold("weights", timeout_s=60)
+        await until(lambda: served.proxy.ctx.gate.waiting == 8)  # those past the gate have ended
+        asked = len(engine.bodies("/generate"))
+        engine.version = "half"
+        await asyncio.sleep(0.1)
+        assert len(engine.bodies("/generate")) == asked
+        engine.version = f"k-{update}"
+        await served.admin.release(f"k-{update}")
+        in_force = update
+    ended = True
+    await asyncio.gather(*asking)
+    for session, made in known.items():
+        turns = (await served.admin.trace(session)).turns
+        sampled = [int(version.removeprefix("k-")) for turn in turns for version, _, _ in turn.metadata["weight_versions"]]
+        assert len(sampled) == len(made) and all(a >= b for a, b in zip(sampled, made, strict=True))
+        assert {0, 1, 2} <= set(sampled)
+
+
 async def test_c14_held_too_long_is_503_with_a_long_retry_after(served: Served, engine: FakeEngine) -> None:
     agent, created = await served.agent()
     await served.admin.hold("weights", timeout_s=0.1)
