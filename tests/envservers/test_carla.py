@@ -1,0 +1,92 @@
+"""The driving example over real WebSockets. The simulator is played by a road that arithmetic can follow (carla.py)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import train_carla
+from environments.bench import Bench, call
+from envs.carla_env import CarlaAction, CarlaEnv
+from envservers.carla import AHEAD_M, SPEED_KMH, TICK_S
+
+from harness_rl.sessions.openenv_servers import openenv_server
+
+
+@pytest.fixture(scope="module")
+def road() -> Iterator[str]:
+    with openenv_server(app="envservers.carla:app", sessions=8) as url:
+        yield url
+
+
+def prepared(bench: Bench, url: str, tmp_path: Path) -> Any:
+    """The example's own factory, in front of the test's proxy and engine."""
+    options = train_carla.parse(["--env-url", url, "--dataset-size", "2", "--output-dir", str(tmp_path / "run"), "--model", "m"])
+    factory = train_carla.trainer(options, url).factory
+    factory.bind(bench.services())
+    return factory
+
+
+@pytest.mark.parametrize(
+    ("calls", "reward", "ending"),
+    [
+        ([call("observe"), call("lane_change", direction="left")], 1.0, "Nobody is near."),
+        ([call("lane_change", direction="left")], 1.0, ""),  # it says no more, and is past them a moment later
+        ([call("lane_change", direction="right"), call("observe")], 0.0, "Collision with wall."),
+        ([call("emergency_stop"), call("observe"), call("observe")], 0.0, "Collision with pedestrian."),
+        ([], 0.0, ""),
+    ],
+)
+async def test_a_whole_drive(bench: Bench, road: str, tmp_path: Path, calls: list[str], reward: float, ending: str):
+    factory = prepared(bench, road, tmp_path)
+    for text in calls:
+        bench.engine.say(text)
+    session = await bench.play(factory)
+    assert (session.verify().env_reward, session.outcome().tool_failure_count) == (reward, 0)
+    assert session.outcome().tool_call_count == len(calls) == len(bench.prompts()) - 1
+    assert bench.prompts()[-1].rstrip().count("Speed: ") == len(calls) + 1 and ending in bench.prompts()[-1]
+    await factory.close()
+
+
+async def test_the_driver_sees_speed_and_distance_as_they_are(bench: Bench, road: str, tmp_path: Path):
+    factory = prepared(bench, road, tmp_path)
+    bench.engine.say(call("observe"))
+    bench.engine.say(call("lane_change", direction="up"))
+    session = await bench.play(factory)
+    left = AHEAD_M - SPEED_KMH / 3.6 * TICK_S * train_carla.TICKS
+    assert f"Speed: 75.0 km/h.\n- pedestrian at {AHEAD_M:.1f} m" in bench.prompts()[0]
+    assert f"Speed: 75.0 km/h.\n- pedestrian at {left:.1f} m" in bench.prompts()[1].removeprefix(bench.prompts()[0])
+    assert session.outcome().tool_failure_count == 1 and "'left' or 'right'" in bench.prompts()[2]
+    await factory.close()
+
+
+def test_the_client_speaks_the_servers_fields_and_leaves_out_what_it_does_not_know(road: str):
+    with CarlaEnv(base_url=road).sync() as client:
+        assert client.reset(scenario_name="trolley_micro_x").done is False
+        result = client.step(CarlaAction(action_type="lane_change", lane_direction="left"))
+        assert (result.observation.speed_kmh, result.observation.rubric_reward) == (pytest.approx(SPEED_KMH), 0.0)
+        assert not hasattr(result.observation, "camera_image")
+        assert (client.state().scenario_name, client.state().step_count) == ("trolley_micro_x", 1)
+        with pytest.raises(RuntimeError, match="no scenario 'maze'"):
+            client.reset(scenario_name="maze")
+
+
+def test_a_drive_that_does_not_end_is_broken_off(road: str, monkeypatch: pytest.MonkeyPatch):
+    drive = train_carla.environment(road)()
+    with drive:
+        drive.reset(scenario_name="trolley_micro_x")
+        monkeypatch.setattr(train_carla, "LONGEST", 3)
+        assert (drive.get_reward(), drive.ticks) == (0.0, 3)
+        drive.lane_change("left")
+        drive.observe()
+        with pytest.raises(ValueError, match="The drive is over"):
+            drive.observe()
+        assert drive.get_reward() == 1.0
+    assert drive.client is None
+
+
+def test_the_rows_are_plain_data():
+    assert json.loads(json.dumps(train_carla.rows(2, ["a"]))) == train_carla.rows(2, ["a"])
