@@ -5,14 +5,16 @@
 """Train a driver for emergencies: people on the road, and a moment to brake or to change lanes, in the CARLA simulator.
 
 .venv-openenv/bin/python examples/train_carla.py --env-url https://openenv-carla-env.hf.space
+.venv-openenv/bin/python examples/train_carla.py --env-url http://gpu1:8000 http://gpu2:8000
 
-The simulator is not part of this repository: give the URL of a CARLA server with OpenEnv (a Space with a GPU, or its image).
+The simulator is not part of this repository: give the URLs of CARLA servers with OpenEnv (Spaces with a GPU, or their image).
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import queue
 from typing import Any, Literal
 
 from envs.carla_env import CarlaAction, CarlaEnv, CarlaObservation
@@ -44,11 +46,15 @@ def shown(observation: CarlaObservation) -> str:
     return "\n".join(lines)
 
 
-def environment(url: str) -> type:
-    """The environment class of drives at `url`."""
+def environment(urls: list[str], sessions: int = 1) -> type:
+    """The environment class of drives at these servers. Each instance has its own place at one of them, until it is left."""
+    places: queue.SimpleQueue[str] = queue.SimpleQueue()
+    for url in urls * sessions:
+        places.put(url)
 
     class CarlaDrive:
         def __init__(self) -> None:
+            self.url: str | None = places.get_nowait()
             self.client: CarlaEnv | None = None
             self.last: StepResult[CarlaObservation] | None = None
             self.ticks = 0
@@ -56,7 +62,7 @@ def environment(url: str) -> type:
         def reset(self, scenario_name: str, **columns: Any) -> str:
             self._leave()
             # A simulator takes its time to load a scene.
-            self.client = CarlaEnv(base_url=url, connect_timeout_s=30.0, message_timeout_s=120.0)
+            self.client = CarlaEnv(base_url=self.url, connect_timeout_s=30.0, message_timeout_s=120.0)
             self.last, self.ticks = self.client.reset(scenario_name=scenario_name), 0
             return shown(self.last.observation)
 
@@ -108,6 +114,9 @@ def environment(url: str) -> type:
 
         def __exit__(self, *_: object) -> None:
             self._leave()
+            url, self.url = self.url, None
+            if url is not None:
+                places.put(url)
 
     return CarlaDrive
 
@@ -117,10 +126,10 @@ def rows(count: int, scenarios: list[str]) -> list[dict[str, Any]]:
     return [{"prompt": prompt, "scenario_name": scenarios[index % len(scenarios)]} for index in range(count)]
 
 
-def trainer(options: argparse.Namespace, url: str) -> GRPOTrainer:
+def trainer(options: argparse.Namespace) -> GRPOTrainer:
     return GRPOTrainer(
         model=options.model,
-        environment_factory=environment(url),
+        environment_factory=environment(options.env_url, options.sessions),
         train_dataset=rows(options.dataset_size, options.scenario),
         args=GRPOConfig(
             output_dir=options.output_dir,
@@ -133,15 +142,17 @@ def trainer(options: argparse.Namespace, url: str) -> GRPOTrainer:
             learning_rate=options.learning_rate,
             lr_scheduler_type="constant",
             chat_template_kwargs={"enable_thinking": False},
-            rollout={"max_concurrent_rollouts": options.sessions},
+            rollout={"max_concurrent_rollouts": len(options.env_url) * options.sessions},
         ),
     )
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--env-url", "--env-host", required=True, help="of a CARLA server with OpenEnv")
-    parser.add_argument("--sessions", type=int, default=1, help="drives at once; a server with one simulator has one")
+    parser.add_argument(
+        "--env-url", "--env-urls", "--env-host", nargs="+", required=True, metavar="URL", help="of CARLA servers with OpenEnv"
+    )
+    parser.add_argument("--sessions", type=int, default=1, help="drives at once on each of them; one simulator has one")
     parser.add_argument("--scenario", nargs="+", default=[SCENARIO])
     parser.add_argument("--model", default="Qwen/Qwen3-0.6B")
     parser.add_argument("--dataset-size", type=int, default=64)
@@ -155,5 +166,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 if __name__ == "__main__":
     asked = parse()
-    with openenv_server(url=asked.env_url) as found:
-        trainer(asked, found).train()
+    with contextlib.ExitStack() as servers:
+        asked.env_url = [servers.enter_context(openenv_server(url=url)) for url in asked.env_url]
+        trainer(asked).train()

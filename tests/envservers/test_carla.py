@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
+import queue
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,8 @@ from environments.bench import Bench, call
 from envs.carla_env import CarlaAction, CarlaEnv
 from envservers.carla import AHEAD_M, SPEED_KMH, TICK_S
 
+from harness_rl import GRPOTrainer
+from harness_rl.errors import UserError
 from harness_rl.sessions.openenv_servers import openenv_server
 
 
@@ -22,10 +27,15 @@ def road() -> Iterator[str]:
         yield url
 
 
+def trainer(urls: list[str], tmp_path: Path) -> GRPOTrainer:
+    return train_carla.trainer(
+        train_carla.parse(["--env-url", *urls, "--dataset-size", "2", "--output-dir", str(tmp_path / "run"), "--model", "m"])
+    )
+
+
 def prepared(bench: Bench, url: str, tmp_path: Path) -> Any:
     """The example's own factory, in front of the test's proxy and engine."""
-    options = train_carla.parse(["--env-url", url, "--dataset-size", "2", "--output-dir", str(tmp_path / "run"), "--model", "m"])
-    factory = train_carla.trainer(options, url).factory
+    factory = trainer([url], tmp_path).factory
     factory.bind(bench.services())
     return factory
 
@@ -75,7 +85,7 @@ def test_the_client_speaks_the_servers_fields_and_leaves_out_what_it_does_not_kn
 
 
 def test_a_drive_that_does_not_end_is_broken_off(road: str, monkeypatch: pytest.MonkeyPatch):
-    drive = train_carla.environment(road)()
+    drive = train_carla.environment([road])()
     with drive:
         drive.reset(scenario_name="trolley_micro_x")
         monkeypatch.setattr(train_carla, "LONGEST", 3)
@@ -86,6 +96,30 @@ def test_a_drive_that_does_not_end_is_broken_off(road: str, monkeypatch: pytest.
             drive.observe()
         assert drive.get_reward() == 1.0
     assert drive.client is None
+
+
+def test_servers_with_one_simulator_each_are_enough_for_as_many_drives(tmp_path: Path):
+    async def run() -> Any:
+        return "ran"
+
+    with contextlib.ExitStack() as servers:
+        one, other = (servers.enter_context(openenv_server(app="envservers.carla:app", sessions=1)) for _ in range(2))
+        assert asyncio.run(trainer([one, other], tmp_path)._with_servers(run())) == "ran"
+        with pytest.raises(UserError, match=rf"{one} takes 1 sessions at once, and 2 episodes are to run at once"):
+            asyncio.run(trainer([one, one], tmp_path)._with_servers(run()))
+
+
+async def test_each_drive_has_a_place_of_its_own_and_gives_it_back():
+    drive = train_carla.environment(["a", "b"], sessions=2)
+    drives = [drive() for _ in range(4)]
+    assert [each.url for each in drives] == ["a", "b", "a", "b"]
+    with pytest.raises(queue.Empty):
+        drive()
+    drives[2].__exit__()
+    drives[2].__exit__()
+    assert drive().url == "a"
+    with pytest.raises(queue.Empty):
+        drive()
 
 
 def test_the_rows_are_plain_data():
