@@ -190,7 +190,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--env-url", "--env-host", help="of a server that runs already; without it, this script starts one")
     parser.add_argument("--task-name", nargs="+", default=TASKS, help="names of tasks that the server has")
-    parser.add_argument("--browsers", type=int, default=8, help="games at once; each has a browser of about 150 MB")
+    parser.add_argument("--browsers", type=int, default=8, help="games at once; each has a browser of about 100 MB")
     parser.add_argument("--model", default="Qwen/Qwen3-0.6B")
     parser.add_argument("--dataset-size", type=int, default=256)
     parser.add_argument("--batch-size", type=int, default=32, help="games a step")

@@ -88,8 +88,10 @@ async def gone(processes: set[int]) -> None:
 @needs_browser
 async def test_a_solvers_games_have_the_full_reward(bench: Bench, pages: str, tmp_path: Path):
     factory = prepared(bench, pages, tmp_path)
-    for row in factory.prompt_rows()[:4]:
-        session = await bench.play(factory, row, script=factory.demonstration(row))
+    rows = factory.prompt_rows()[:4]
+    assert {row["task_name"] for row in rows} == set(train_browsergym.TASKS)
+    scripts = [factory.demonstration(row) for row in rows]
+    for session in await asyncio.gather(*(bench.play(factory, row, script=script) for row, script in zip(rows, scripts, strict=True))):
         assert (session.verify().env_reward, session.outcome().tool_failure_count) == (1.0, 0), session.outcome().completion
     await factory.close()
 
