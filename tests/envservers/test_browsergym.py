@@ -117,6 +117,42 @@ async def test_a_policy_sees_the_page_and_what_did_not_work_and_has_no_reward_fo
     await factory.close()
 
 
+class Kept:
+    """As TRL's example has it: one synchronous client for all games, from before the first."""
+
+    url = ""
+
+    def __init__(self) -> None:
+        self.client = BrowserGymEnv(base_url=type(self).url).sync()
+        self.reward = 0.0
+
+    def reset(self, **columns: Any) -> str:
+        self.reward = 0.0
+        return self.client.reset(task_name="click-test").observation.axtree_txt
+
+    def click(self, bid: str) -> str:
+        """Click.
+
+        Args:
+            bid: What.
+        """
+        result = self.client.step(BrowserGymAction(action_str=f"click({bid!r})"))
+        self.reward = float(result.done and (result.reward or 0) > 0)
+        return result.observation.axtree_txt
+
+
+@needs_browser
+async def test_a_class_as_the_seed_writes_it(bench: Bench, pages: str):
+    Kept.url = pages
+    factory = bench.factory(Kept, reward_funcs=lambda environments, **columns: [each.reward for each in environments])
+    rewards = []
+    for bid in ("1", "2", "1"):
+        bench.engine.say(call("click", bid=bid))
+        rewards.append((await bench.play(factory)).verify().env_reward)
+    assert (rewards, factory.kinds[""].made) == ([1.0, 0.0, 1.0], 1)
+    await factory.close()
+
+
 @needs_browser
 def test_a_seed_is_the_same_page_in_every_session_and_the_goal_differs_between_seeds(pages: str):
     with BrowserGymEnv(base_url=pages).sync() as one, BrowserGymEnv(base_url=pages).sync() as other:

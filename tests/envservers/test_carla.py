@@ -73,6 +73,48 @@ async def test_the_driver_sees_speed_and_distance_as_they_are(bench: Bench, road
     await factory.close()
 
 
+class Loop:
+    """As TRL's example has it: one client for all drives, from before the first, and a loop of the environment's own."""
+
+    url = ""
+
+    def __init__(self) -> None:
+        self.client = CarlaEnv(base_url=type(self).url, connect_timeout_s=30, message_timeout_s=120)
+        self._loop = asyncio.new_event_loop()
+
+    def _run(self, result: Any) -> Any:
+        return self._loop.run_until_complete(result) if asyncio.iscoroutine(result) else result
+
+    def reset(self, **columns: Any) -> str:
+        self.reward = 0.0
+        return train_carla.shown(self._run(self.client.reset(scenario_name="trolley_micro_escape_exists")).observation)
+
+    def lane_change(self, direction: str) -> str:
+        """Change lanes.
+
+        Args:
+            direction: left or right.
+        """
+        self._run(self.client.step(CarlaAction(action_type="lane_change", lane_direction=direction)))
+        for _ in range(25):
+            result = self._run(self.client.step(CarlaAction(action_type="observe")))
+            if result.done:
+                break
+        self.reward = result.observation.rubric_reward or 0.0
+        return train_carla.shown(result.observation)
+
+
+async def test_a_class_as_the_seed_writes_it(bench: Bench, road: str):
+    Loop.url = road
+    factory = bench.factory(Loop, reward_funcs=lambda environments, **columns: [each.reward for each in environments])
+    rewards = []
+    for direction in ("left", "right", "left"):
+        bench.engine.say(call("lane_change", direction=direction))
+        rewards.append((await bench.play(factory)).verify().env_reward)
+    assert (rewards, factory.kinds[""].made) == ([1.0, 0.0, 1.0], 1)
+    await factory.close()
+
+
 def test_the_client_speaks_the_servers_fields_and_leaves_out_what_it_does_not_know(road: str):
     with CarlaEnv(base_url=road).sync() as client:
         assert client.reset(scenario_name="trolley_micro_x").done is False
