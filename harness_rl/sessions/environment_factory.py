@@ -167,18 +167,23 @@ class EnvironmentSessionFactory:
     async def check_servers(self, sessions: int) -> None:
         """Whether the OpenEnv servers that the environments use take that many sessions at once. Raises UserError.
 
-        Which servers these are, the environments themselves show: one instance of each is reset with a few rows, and given up. Where no
-        script has imported OpenEnv's client, nothing is done.
+        Which servers these are, the environments themselves show: two instances of each are reset with a few rows, one after the other, and
+        given up. Where the second goes to servers that the first did not use, each instance has servers of its own (a script hands out
+        several URLs in turn), and each of these is asked for one session. Where no script has imported OpenEnv's client, nothing is done.
         """
         if CLIENT_MODULE not in sys.modules or self._loop is not None:
             return
-        urls: set[str] = set()
+        wanted: dict[str, int] = {}
         for name, kind in self.kinds.items():
             rows = [row for row in self._rows if not self._routed or row[ROUTE] == name]
-            if kind.type is not None and rows:
-                urls |= await self._urls_of(kind, rows[:: max(1, len(rows) // CHECKED_ROWS)])
-        for url in sorted(urls):
-            await check_room(url, sessions)
+            if kind.type is None or not rows:
+                continue
+            first = await self._urls_of(kind, rows[:: max(1, len(rows) // CHECKED_ROWS)])
+            second = await self._urls_of(kind, rows[:1]) if sessions > 1 and first else first
+            each = sessions if first & second or not second else 1
+            wanted |= {url: max(each, wanted.get(url, 0)) for url in first | second}
+        for url, count in sorted(wanted.items()):
+            await check_room(url, count)
 
     async def _urls_of(self, kind: EnvironmentKind, rows: list[dict[str, Any]]) -> set[str]:
         instance = await kind.take()
