@@ -10,7 +10,7 @@ TASKS := examples/tasks/quickstart
 ARGS ?=
 RL := .venv/bin/harness-rl
 
-.PHONY: help setup openenv prepare quickstart test test-full accept accept-opencode soak lint bench bench-proxy lock clean distclean
+.PHONY: help setup openenv prepare quickstart test test-full accept accept-opencode soak lint bench bench-sync bench-proxy lock clean distclean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -53,6 +53,9 @@ lint: setup ## style and types
 bench: prepare ## thread shares of engine and learner, and prefix sharing, on this machine
 	.venv-torch/bin/python -m harness_rl.bench.prefix_tree $$($(RL) models fetch $(MODEL)) .make/prefix_tree.md
 	.venv/bin/python -m harness_rl.bench.threads $$($(RL) models fetch $(MODEL)) .make/threads.md $(ARGS)
+
+bench-sync: prepare ## an update of the weights beside the least that it could cost, and how long each mode stops the engine
+	.venv-torch/bin/python -m harness_rl.bench.sync $$($(RL) models fetch $(MODEL)) tests/reports/bench_sync.md $(ARGS)
 
 bench-proxy: setup openenv ## the capture proxy beside OpenEnv's capture server, and a direct connection, on one cheap engine
 	.venv/bin/python -m harness_rl.bench.capture tests/reports/bench_proxy.md $(ARGS)
