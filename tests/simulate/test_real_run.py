@@ -7,6 +7,7 @@ import random
 import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +31,42 @@ from harness_rl.sessions.outcome import write_record
 from harness_rl.simulate.model import predict
 from harness_rl.simulate.recorded import recorded
 from tests.orchestrator.fakes import outcome
-from tests.proxy.fake_engine import FakeEngine
+from tests.proxy.fake_engine import FakeEngine, Said
 
 KEY = "simulate-admin-key-0123456789"
 STEP_S, STOPPED_S, PROBE_S = 0.7, 0.15, 0.1
+CALL_S, SLICES = 0.25, 10
 CONFIG = {
     "run": {"steps": 8},
     "rollout": {"num_generations": 4, "groups_per_step": 2, "max_concurrent_rollouts": 8, "max_staleness": 1},
 }
+
+
+class Engine(FakeEngine):
+    """Samples evenly over CALL_S of its own time, and stands while it is frozen."""
+
+    frozen = False
+    occupied_s = 0.0
+    """Calls under way times seconds."""
+
+    async def _sample(self, prompt: list[int], params: dict[str, Any]) -> tuple[list[int], Said]:
+        began, versions = time.monotonic(), []
+        for _ in range(SLICES):
+            await asyncio.sleep(CALL_S / SLICES)
+            while self.frozen:
+                await asyncio.sleep(0.002)
+            versions.append(self.version)
+        self.occupied_s += time.monotonic() - began
+        ids, said = await super()._sample(prompt, params)
+        said.stop_reason = versions  # taken out again below
+        return ids, said
+
+    def _choice(self, ids: list[int], said: Said, entries: list[dict[str, Any]], name: str) -> dict[str, Any]:
+        versions, said.stop_reason = said.stop_reason, None
+        at = [versions[index * SLICES // len(ids)] for index in range(len(ids))]
+        borders = [0, *(n for n in range(1, len(ids)) if at[n] != at[n - 1]), len(ids)]
+        spans = [{"version": at[a], "start": a, "end": b} for a, b in pairwise(borders)]
+        return super()._choice(ids, said, entries, name) | {"weight_versions": spans}
 
 
 @dataclass
@@ -78,7 +107,7 @@ async def a_run(folder: Path) -> Measured:
     config = RunConfig.model_validate(CONFIG)
     journal, lines = Journal(folder / "journal.sqlite"), MetricsLog(folder / "metrics.jsonl")
     async with AsyncExitStack() as stack:
-        engine = await stack.enter_async_context(FakeEngine(delay_s=0.25, version="a-0"))
+        engine = await stack.enter_async_context(Engine(default_text=" ".join("word" for _ in range(20)), version="a-0"))
         proxy = Proxy(Settings(engines=(engine.url,), model="policy", store=folder / "capture", admin_key_hash=key_hash(KEY)))
         stack.push_async_callback(proxy.close)
         runner = server(main_app(proxy), 0.5)
@@ -97,7 +126,7 @@ async def a_run(folder: Path) -> Measured:
             RunState("t", 8),
         )
         producing = asyncio.create_task(generation.produce())
-        began, trained, ages, waits = time.monotonic(), 0.0, [], 0.0
+        began, trained, ages, engine.occupied_s = time.monotonic(), 0.0, [], 0.0
         for step in range(1, 9):
             batch = await generation.next_batch()
             generation.pacer.step_began()
@@ -106,7 +135,6 @@ async def a_run(folder: Path) -> Measured:
             busy = time.monotonic() - at
             trained += busy
             for turn in (turn for group in batch.groups for member in group.rollouts for turn in member.outcome.trace.turns):
-                waits += turn.metadata["ended_at"] - turn.metadata["started_at"]
                 ages += [step - 1 - int(v.partition("-")[2]) for v, a, b in turn.metadata["weight_versions"] for _ in range(a, b)]
             await update(admin, engine, journal, f"a-{step}")
             lines.write({"step": step, "perf/forward_s": busy})
@@ -115,7 +143,7 @@ async def a_run(folder: Path) -> Measured:
         seconds = time.monotonic() - began
         producing.cancel()
         await asyncio.wait({producing})
-    return Measured(seconds, trained / seconds, waits / seconds, sum(ages) / len(ages))
+    return Measured(seconds, trained / seconds, engine.occupied_s / seconds, sum(ages) / len(ages))
 
 
 async def admin_agent(admin: ProxyClient, http: aiohttp.ClientSession) -> aiohttp.ClientResponse:
@@ -125,7 +153,7 @@ async def admin_agent(admin: ProxyClient, http: aiohttp.ClientSession) -> aiohtt
     return await http.post(created.base_urls["openai"] + "/chat/completions", json=body, headers=headers)
 
 
-async def update(admin: ProxyClient, engine: FakeEngine, journal: Journal, version: str) -> None:
+async def update(admin: ProxyClient, engine: Engine, journal: Journal, version: str) -> None:
     since = time.time()
     await admin.hold(version, 30.0)
     at = time.monotonic()
