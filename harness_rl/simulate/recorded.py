@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,8 +36,11 @@ def recorded(run: Path) -> Workload:
     if not (run / "journal.sqlite").is_file() or not (run / "metrics.jsonl").is_file():
         raise UserError(f"simulate: {run} is not the folder of a run that trained (it has no journal.sqlite or no metrics.jsonl)")
     lines = list(read_metrics(run / "metrics.jsonl"))
-    with sqlite3.connect(f"file:{run / 'journal.sqlite'}?mode=ro", uri=True) as journal:
-        holds = [Hold(*row) for row in journal.execute("SELECT held, released, stopped_s FROM holds ORDER BY held")]
+    with closing(sqlite3.connect(f"file:{run / 'journal.sqlite'}?mode=ro", uri=True)) as journal:
+        try:
+            holds = [Hold(*row) for row in journal.execute("SELECT held, released, stopped_s FROM holds ORDER BY held")]
+        except sqlite3.OperationalError as error:
+            raise UserError(f"simulate: the journal of {run} does not tell when updates held calls ({error}); take a newer run") from None
         found = journal.execute(
             "SELECT r.rollout_id, r.started, r.ended, g.task FROM rollouts r JOIN groups g USING (group_id) "
             "WHERE r.state = 'scored' AND r.ended IS NOT NULL ORDER BY r.rowid"

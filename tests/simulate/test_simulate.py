@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sqlite3
 
 import pytest
 from hypothesis import given as cases
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from harness_rl.cli import main
 from harness_rl.config import RunConfig
+from harness_rl.orchestrator.journal import Journal
 from harness_rl.simulate.clock import Stuck, run_virtually
 from harness_rl.simulate.engines import Engines
 from harness_rl.simulate.model import Prediction, predict
@@ -184,6 +186,15 @@ def test_the_command(tmp_path, capsys):
     assert "staleness:" in capsys.readouterr().out
     assert main(["simulate", str(config), "--from", str(tmp_path)]) == 2
     assert "is not the folder of a run that trained" in capsys.readouterr().err
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    with sqlite3.connect(tmp_path / "journal.sqlite") as journal:
+        journal.execute("CREATE TABLE groups (state TEXT)")  # as of a version that did not write updates down
+    assert main(["simulate", str(config), "--from", str(tmp_path)]) == 2
+    assert "take a newer run" in capsys.readouterr().err
+    Journal(tmp_path / "new" / "journal.sqlite").close()
+    (tmp_path / "new" / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert main(["simulate", str(config), "--from", str(tmp_path / "new")]) == 2
+    assert "no scored rollout with a trace" in capsys.readouterr().err
 
 
 @pytest.mark.full
