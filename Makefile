@@ -10,7 +10,7 @@ TASKS := examples/tasks/quickstart
 ARGS ?=
 RL := .venv/bin/harness-rl
 
-.PHONY: help setup openenv prepare quickstart test test-full accept accept-opencode soak lint bench bench-learner bench-proxy lock clean distclean
+.PHONY: help setup openenv prepare quickstart test test-full accept accept-opencode soak lint bench bench-learner bench-sync bench-proxy lock clean distclean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -56,6 +56,9 @@ bench: prepare ## thread shares of engine and learner, and prefix sharing, on th
 
 bench-learner: prepare ## padded batches, plain packing and prefix trees on the same rows; the LM head's memory (ARGS="--rounds 5")
 	.venv-torch/bin/python -m harness_rl.bench.learner $$($(RL) models fetch $(MODEL)) tests/reports/bench_learner.md $(ARGS)
+
+bench-sync: prepare ## an update of the weights beside the least that it could cost, and how long each mode stops the engine
+	.venv-torch/bin/python -m harness_rl.bench.sync $$($(RL) models fetch $(MODEL)) tests/reports/bench_sync.md $(ARGS)
 
 bench-proxy: setup openenv ## the capture proxy beside OpenEnv's capture server, and a direct connection, on one cheap engine
 	.venv/bin/python -m harness_rl.bench.capture tests/reports/bench_proxy.md $(ARGS)

@@ -66,6 +66,12 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--rates", action="store_true", help="also measure engine and learner, alone and overlapped (minutes)")
     doctor.add_argument("--json", action="store_true")
 
+    simulate = _with_config(commands, "simulate", _simulate, "predict use of engines, learner and sandboxes, and staleness, of a run")
+    simulate.add_argument(
+        "--from", dest="run", type=Path, metavar="RUN", help="with the durations of this run, not the config's [simulate]"
+    )
+    simulate.add_argument("--json", action="store_true")
+
     trace = commands.add_parser("trace", help="show a rollout's turns, trained tokens coloured")
     trace.add_argument("run", type=Path, metavar="RUN", help="run folder")
     trace.add_argument("rollout", nargs="?", metavar="ROLLOUT", help="rollout id or a unique beginning; none lists them")
@@ -258,6 +264,20 @@ def _proxy(arguments: list[str]) -> int:
     from capture_proxy.cli import main as proxy_main
 
     return proxy_main(arguments)
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    from harness_rl.config import load_config
+    from harness_rl.simulate.model import predict
+    from harness_rl.simulate.recorded import recorded
+    from harness_rl.simulate.report import as_dict, as_text
+    from harness_rl.simulate.workload import given
+
+    config = load_config(options.config, options.set)
+    workload = given(config.simulate, config.run.seed) if options.run is None else recorded(options.run)
+    prediction = predict(config, workload)
+    print(json.dumps(as_dict(prediction), indent=1) if options.json else as_text(prediction, config))
+    return 0
 
 
 def _engine_serve(options: argparse.Namespace) -> int:

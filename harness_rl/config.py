@@ -116,6 +116,16 @@ class RolloutSection(Section):
     max_concurrent_rollouts: int = Field(8, ge=1)
     max_staleness: int = Field(2, ge=0)
     """Sampled tokens older than this many optimizer steps are masked `stale`."""
+    admission: Literal["eager", "just_in_time"] = "eager"
+    """When a group starts that `max_staleness` allows: at once; or, by the measured durations of groups and steps, only so early that it is
+    done when the learner asks for it: younger tokens for a learner that is the slower half."""
+    delay_stale_share: float = Field(1.0, ge=0, le=1)
+    """A full batch, and with it the next update of the weights, waits while more than this share of the work under way would be too old for
+    the batch after it. 1 = never."""
+    delay_s: float = Field(60.0, gt=0)
+    """Longest such wait of one batch."""
+    min_fresh_share: float = Field(0.0, ge=0, lt=1)
+    """A group under way is given up once no more than this share of its work could still be trained."""
     temperature: float = Field(1.0, gt=0)
     max_output_tokens_per_call: int = Field(128, ge=1)
     max_conversation_tokens: int = Field(1024, ge=1)
@@ -312,6 +322,37 @@ class WarmupSection(Section):
     """Rollouts per measurement."""
 
 
+class SimulateSection(Section):
+    """Of `harness-rl simulate` alone. What follows `learners` is not used where a run's own durations are (`--from RUN`)."""
+
+    engines: int = Field(1, ge=1)
+    learners: int = Field(1, ge=1)
+    """A step takes so many times less."""
+    calls: float = Field(6.0, ge=1)
+    """Of one rollout, in the mean."""
+    call_s: float = Field(5.0, gt=0)
+    """In an engine that has room for it."""
+    tokens_per_call: int = Field(200, ge=1)
+    gap_s: float = Field(2.0, ge=0)
+    """In the sandbox between two calls."""
+    start_s: float = Field(5.0, ge=0)
+    """Before the first call."""
+    verify_s: float = Field(2.0, ge=0)
+    """After the last call."""
+    spread: float = Field(0.5, ge=0)
+    """Of the logarithm of what one rollout takes; 0: all alike."""
+    calls_per_engine: float = Field(32.0, gt=0)
+    """Calls that one engine runs at that speed; more share it."""
+    usable: float = Field(0.8, gt=0, le=1)
+    """Share of groups whose rewards differ."""
+    step_s: float = Field(60.0, gt=0)
+    """Of one learner's step, without its update of the engines."""
+    stopped_s: float = Field(2.0, ge=0)
+    """Engines stand during an update."""
+    probe_s: float = Field(3.0, ge=0)
+    """Its proof, during which new calls are held."""
+
+
 class RunConfig(Section):
     """The whole of a run. `harness-rl train CONFIG --dry-run` prints it resolved."""
 
@@ -329,6 +370,7 @@ class RunConfig(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     eval: EvalSection = EvalSection()
     warmup: WarmupSection = WarmupSection()
+    simulate: SimulateSection = SimulateSection()
 
     @model_validator(mode="before")
     @classmethod

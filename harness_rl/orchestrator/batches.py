@@ -56,7 +56,7 @@ class Batch:
 
 @dataclass
 class Assembler:
-    """Collects finished groups and closes batches of whole groups in order of arrival."""
+    """Collects finished groups and closes batches of whole groups, the oldest first: one that was overtaken is not overtaken again."""
 
     groups_per_step: int
     max_replacements: float
@@ -90,6 +90,7 @@ class Assembler:
         self.considered.append(group)
         if group.usable:
             self.ready.append(group)
+            self.ready.sort(key=lambda ready: (len(ready.group_id), ready.group_id))
 
     @property
     def bound(self) -> int:
@@ -106,11 +107,15 @@ class Assembler:
         after_short = 0 if running < until_short else 1 + (running - until_short) // self.groups_per_step
         return self.batches_closed + max(by_usable, after_short)
 
+    @property
+    def can_close(self) -> bool:
+        """A batch is full, or has all the groups that it may consider."""
+        return len(self.ready) >= self.groups_per_step or len(self.considered) - self._in_idle_rounds >= self.bound
+
     def close(self) -> Batch | None:
         """The next batch, or None if more groups are needed."""
         full = len(self.ready) >= self.groups_per_step
-        exhausted = len(self.considered) - self._in_idle_rounds >= self.bound
-        if not full and not exhausted:
+        if not self.can_close:
             return None
         if not self.ready:
             self.idle_rounds += 1

@@ -31,6 +31,7 @@ CREATE TABLE IF NOT EXISTS rollouts (
   cause TEXT, message TEXT, reward REAL, turns INTEGER, started REAL NOT NULL, ended REAL);
 CREATE TABLE IF NOT EXISTS steps (step INTEGER PRIMARY KEY, version TEXT NOT NULL, checkpoint TEXT, rows TEXT NOT NULL, ended REAL NOT
 NULL);
+CREATE TABLE IF NOT EXISTS holds (version TEXT NOT NULL, held REAL NOT NULL, released REAL NOT NULL, stopped_s REAL NOT NULL);
 CREATE INDEX IF NOT EXISTS rollouts_by_group ON rollouts (group_id);
 """
 
@@ -159,6 +160,10 @@ class Journal:
             "INSERT INTO rollouts VALUES (?, ?, ?, ?, ?, NULL, NULL, NULL, NULL, ?, NULL)",
             (rollout_id, group_id, member, attempt, RolloutState.RUNNING, time.time()),
         )
+
+    def held(self, version: str, since: float, stopped_s: float) -> None:
+        """An update that held agents' calls from `since` (wall clock) until now, and for `stopped_s` of it the engines."""
+        self._db.execute("INSERT INTO holds VALUES (?, ?, ?, ?)", (version, since, time.time(), stopped_s))
 
     def attempts(self, group_id: str, member: int) -> int:
         """How many attempts of this member were begun so far."""

@@ -98,6 +98,8 @@ class TrainingRun:
     """The learner has its first batch."""
     _may_update: asyncio.Event = field(default_factory=asyncio.Event)
     """The starting weights are evaluated: the engine may get others."""
+    _held_since: float = 0.0
+    """Wall clock."""
     _update_waits: bool = False
     """The learner is at its first update and waits for `_may_update`."""
     _leased: dict[int, Batch] = field(default_factory=dict)
@@ -217,9 +219,9 @@ class TrainingRun:
 
     async def _catch_up(self, learner: LearnerProcess) -> None:
         """The engine gets the last step's weights, where the run ends between two pushes (`sync.every`)."""
-        if self.generation.version < self.state.step:
+        if self.generation.pacer.version < self.state.step:
             await learner.resync()
-            while self.generation.version < self.state.step:
+            while self.generation.pacer.version < self.state.step:
                 await learner.next(self.config.learner.step_timeout_s)
 
     async def _hold(self, version: str) -> None:
@@ -227,12 +229,13 @@ class TrainingRun:
             self._update_waits = True
             await self._may_update.wait()
             self._update_waits = False
-        self.state.learner = "syncing"
+        self.state.learner, self._held_since = "syncing", time.time()
         await self.services.hold(f"weights {version}", self.config.proxy.hold_timeout_s)
 
     async def _release(self, report: SyncReport) -> None:
         await self.services.release(report.version)
         lineage, step = parse_version(report.version)
+        self.journal.held(report.version, self._held_since, report.seconds.get("stopped", 0.0))
         self.journal.set_meta("proven", (self.journal.meta("proven") or {}) | {lineage: step})
         async with self._proofs:
             self.proven.add(report.version)
@@ -304,6 +307,7 @@ class TrainingRun:
             self._leased[batch.step] = batch
             self.journal.move_groups([group.group_id for group in batch.groups], GroupState.LEASED, step=batch.step)
             await learner.send_batch(batch.step, batch.rows, timeout)
+            self.generation.pacer.step_began()
             self._fed.set()
 
     async def _wait_for_proof(self, versions: set[str]) -> None:
@@ -318,7 +322,7 @@ class TrainingRun:
     async def _record(self, learner: LearnerProcess, last: int) -> None:
         """Write down what the learner did, until step `last`."""
         timeout = self.config.learner.step_timeout_s
-        since, paced = time.monotonic(), self.generation.seconds_paced
+        since, totals = time.monotonic(), self.generation.totals
         while self.state.step < last:
             message = await learner.next(timeout)
             if message.type == "checkpoint":
@@ -332,6 +336,7 @@ class TrainingRun:
             self.state.step = batch.step
             # A step that changed nothing (no finite gradient) has no sync to tell the pacer.
             await self.generation.weights_are(message["served"])
+            await self.generation.trained(batch.step, another_waits=bool(self._leased))
             pushed = learner.last_sync if learner.last_sync and learner.last_sync.version == message["version"] else None
             line = step_metrics(batch, message["metrics"], pushed)
             for alarm in self._stale_watch.observe(used_rollouts(batch)):
@@ -340,7 +345,8 @@ class TrainingRun:
             line[Metric.STEP_SECONDS], since = now - since, now
             line[Metric.TRAINED_TOK_S] = line.get("tokens/trained", 0.0) / line[Metric.STEP_SECONDS]
             line[Metric.GENERATED_TOK_S] = line["tokens/sampled"] / line[Metric.STEP_SECONDS]
-            line["perf/paced_s"], paced = self.generation.seconds_paced - paced, self.generation.seconds_paced
+            before, totals = totals, self.generation.totals
+            line |= {name: total - before[name] for name, total in totals.items()}
             line["rollout/running"] = self.state.rollouts_running
             self.metrics.write({"step": self.state.step, "version": message["version"], "time": time.time(), **line})
             self.state.last = line

@@ -181,6 +181,28 @@ def test_weights_move_and_versions_name_them(finished_run):
 
 @pytest.mark.engine
 @pytest.mark.root
+@pytest.mark.full
+@pytest.mark.parametrize(("mode", "kv", "every"), [("abort", "recompute", 2), ("wait", "recompute", 1), ("keep", "keep", 1)])
+def test_rows_equal_the_store_whatever_an_update_does_to_running_calls(tmp_path, engine_url, tasks, mode, kv, every):
+    config = tmp_path / "config.toml"
+    config.write_text(
+        CONFIG.format(dir=tmp_path, name="mode", steps=3, engine=engine_url, tasks=tasks)
+        + f'[harness]\nconfig = "{ROOT}/examples/configs/quickstart_agent.yaml"\n'
+        + f'[sync]\nmode = "{mode}"\nkv = "{kv}"\nevery = {every}\n'
+    )
+    done = harness_rl("train", str(config))
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    stored = stored_rows(tmp_path / "mode")
+    trained = [row for step in sorted((tmp_path / "mode" / "audit").glob("step-*.npz")) for row in read_audit(step)]
+    assert trained and {row.row_id: differences(row, stored[row.row_id]) for row in trained} == {row.row_id: [] for row in trained}
+    lines = read_metrics(tmp_path / "mode" / "metrics.jsonl")
+    assert ["perf/sync_stopped_s" in line for line in lines] == [step % every == 0 for step in (1, 2, 3)]
+    steps = {int(version.rpartition("-")[2]) for row in stored.values() for span in row.spans for version, _, _ in span.versions}
+    assert steps <= {step for step in range(4) if step % every == 0} | {3}  # the last evaluation has the last weights
+
+
+@pytest.mark.engine
+@pytest.mark.root
 @pytest.mark.parametrize("model_class", ["light", "litellm"])
 def test_stock_mini_swe_agent_completes_rollouts_and_its_rows_pass_the_same_check(tmp_path, engine_url, tasks, model_class):
     """Its own prompts, no config of ours."""

@@ -20,7 +20,8 @@ from harness_rl.learner.policy import Policy
 from harness_rl.learner.rows import build_rows
 from harness_rl.learner.spec import LearnerSpec
 from harness_rl.learner.step import Trainer
-from harness_rl.sync.base import EngineClient, WeightProofFailed, WeightSync
+from harness_rl.sync.base import StopPolicy, WeightProofFailed, WeightSync
+from harness_rl.sync.client import EngineClient
 from harness_rl.sync.gloo import GlooSender
 from harness_rl.sync.verify import LogprobProbe
 
@@ -59,10 +60,10 @@ class Rig:
         self.client = EngineClient(server.url, "policy", 60.0)
         self.sync = self.new_sync()
 
-    def new_sync(self) -> WeightSync:
+    def new_sync(self, stop: StopPolicy | None = None) -> WeightSync:
         sender = GlooSender(self.policy.model.named_parameters, torch.float32, 60.0)
         probe = LogprobProbe(exact=True, bound=1e-4, first_bound=0.15, tokens=512)
-        return WeightSync([self.client], sender, probe, self.policy.score_prompts)
+        return WeightSync([self.client], sender, probe, self.policy.score_prompts, stop)
 
     def perturb(self, seed: int = 0) -> None:
         torch.manual_seed(seed)

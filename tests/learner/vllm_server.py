@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -88,7 +88,8 @@ def vllm(model: Path, log: Path, port: int | None = None, start_timeout_s: float
             time.sleep(1)
         yield url
     finally:
-        os.killpg(process.pid, signal.SIGTERM)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
         try:
             process.wait(15)
         except subprocess.TimeoutExpired:

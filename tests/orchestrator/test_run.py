@@ -181,7 +181,7 @@ async def test_an_observer_hears_of_each_written_step_and_can_end_the_run(tmp_pa
     run.observer, run.journal = Observer(), MagicMock()
     run.metrics = MetricsLog(tmp_path / "metrics.jsonl")
     run._leased = {n: Batch(n, [group], [], [group], False) for n in (1, 2, 3)}
-    run.generation = SimpleNamespace(seconds_paced=0.0, weights_are=AsyncMock())
+    run.generation = SimpleNamespace(totals={}, weights_are=AsyncMock(), trained=AsyncMock())
     learner = SimpleNamespace(next=following, last_sync=None)
     await run._record(learner, 9)
     assert (run.state.step, run._stopped) == (2, True)
@@ -194,13 +194,13 @@ async def test_an_observer_hears_of_each_written_step_and_can_end_the_run(tmp_pa
 async def test_the_last_evaluation_waits_for_the_last_weights_where_a_run_ends_between_two_pushes():
     asked, pushed = [], iter([Message("sync_done", {})])
     run = a_run()
-    run.state.step, run.generation = 5, SimpleNamespace(version=4)
+    run.state.step, run.generation = 5, SimpleNamespace(pacer=SimpleNamespace(version=4))
 
     async def resync():
         asked.append("resync")
 
     async def following(timeout):
-        run.generation.version = 5  # as the release does
+        run.generation.pacer.version = 5  # as the release does
         return next(pushed)
 
     learner = SimpleNamespace(resync=resync, next=following)

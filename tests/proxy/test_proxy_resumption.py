@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from fake_engine import END, FakeEngine, logprob_of
+from fake_engine import END, FakeEngine, Said, logprob_of
 from hypothesis import given
 from hypothesis import strategies as st
 from proxy_helpers import Agent, Serve, Served, until
@@ -140,6 +140,67 @@ async def test_without_the_setting_blocks_are_shared_by_all(served: Served, engi
     agent, _ = await served.agent()
     await agent.ask()
     assert all("cache_salt" not in body for body in engine.bodies("/generate"))
+
+
+class Sampler(FakeEngine):
+    """Samples a token that there was never before every few milliseconds, and knows under which version it was."""
+
+    def __init__(self) -> None:
+        super().__init__(version="k-0")
+        self.version_of: dict[int, str] = {}
+        self.pauses, self.paused = 0, False
+
+    def pause(self) -> None:
+        """As vLLM's abort mode: what runs ends with what it has, what comes is queued."""
+        self.pauses, self.paused = self.pauses + 1, True
+
+    async def _sample(self, prompt: list[int], params: dict[str, Any]) -> tuple[list[int], Said]:
+        while self.paused:
+            await asyncio.sleep(0.001)
+        ids, pauses = [], self.pauses
+        for _ in range(params["max_tokens"]):
+            await asyncio.sleep(0.003)
+            if self.pauses != pauses:
+                return ids, Said("", "abort")
+            token = self.tokenizer.id_of(f"w{len(self.version_of)}")
+            self.version_of[token] = self.version
+            ids.append(token)
+        return ids, Said("", "length")
+
+    def _choice(self, ids: list[int], said: Said, entries: list[dict[str, Any]], name: str) -> dict[str, Any]:
+        borders = [n for n in range(len(ids)) if n == 0 or self.version_of[ids[n]] != self.version_of[ids[n - 1]]]
+        spans = [{"version": self.version_of[ids[a]], "start": a, "end": b} for a, b in pairwise([*borders, len(ids)])]
+        return super()._choice(ids, said, entries, name) | {"weight_versions": spans}
+
+
+async def test_e14_calls_spread_over_updates_all_end_and_none_is_of_other_weights_than_it_claims(serve: Serve) -> None:
+    async with Sampler() as engine:
+        served = await serve(engine.url)
+        agents = [await served.agent() for _ in range(60)]
+
+        async def ask(number: int) -> dict[str, Any]:
+            await asyncio.sleep(number * 0.01)
+            return await agents[number][0].ask(tools=(), max_tokens=20)
+
+        calls = [asyncio.create_task(ask(number)) for number in range(60)]
+        for step in range(1, 6):
+            await asyncio.sleep(0.1)
+            await served.admin.hold(f"weights k-{step}", 10.0)
+            engine.pause()
+            await asyncio.sleep(0.02)
+            engine.version, engine.paused = f"k-{step}", False
+            await served.admin.release(engine.version)
+        choices = await asyncio.gather(*calls)
+        assert {choice["finish_reason"] for choice in choices} == {"length"}  # no agent sees an abort
+        crossed = 0
+        for _, created in agents:
+            (turn,) = (await served.admin.trace(created.session_id)).turns
+            ids = turn.completion_token_ids.tolist()
+            assert len(ids) == 20 and turn.metadata["mask_reason"] is None
+            claimed = [version for version, start, end in turn.metadata["weight_versions"] for _ in range(start, end)]
+            assert claimed == [engine.version_of[token] for token in ids]
+            crossed += len(turn.metadata["weight_versions"]) > 1
+        assert crossed >= 5
 
 
 def sample(tokens: list[int], versions: list[str], finish: str) -> Sample:
