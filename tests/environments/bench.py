@@ -21,9 +21,16 @@ from capture_proxy.client import ProxyClient
 from capture_proxy.engine import Retry
 from capture_proxy.settings import Settings
 from harness_rl.config import RunConfig
+from harness_rl.metrics import RunState
+from harness_rl.orchestrator.batches import Assembler
+from harness_rl.orchestrator.generation import Generation
+from harness_rl.orchestrator.journal import Journal
+from harness_rl.orchestrator.rollout import RolloutRunner
+from harness_rl.orchestrator.schedule import TaskOrder
 from harness_rl.sessions.base import SessionServices
 from harness_rl.sessions.environment_factory import EnvironmentSessionFactory
 from harness_rl.sessions.environment_session import EnvironmentSession
+from harness_rl.trainer import GRPOTrainer
 
 ADMIN_KEY = "test-admin-key-0123456789"
 PLAY = [{"role": "user", "content": "Play."}]
@@ -86,6 +93,18 @@ class Bench:
         """What the engine was shown, call by call."""
         sent = (body["token_ids"] for body in self.engine.bodies("/generate"))
         return [self.engine.tokenizer.decode(ids) for ids in sent]
+
+
+def generation_of(trainer: GRPOTrainer, bench: Bench) -> Generation:
+    """The trainer's groups as a run makes them, up to the learner."""
+    config, journal = trainer.config, Journal(bench.folder / "journal.sqlite")
+    bench.config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"seal_grace_s": 0.1})})
+    trainer.factory.bind(bench.services())
+    section = config.rollout
+    runner = RolloutRunner(trainer.factory, journal, None, section.max_retries, retry_pause_s=0.01)
+    assembler = Assembler(section.groups_per_step, section.max_group_replacements, section.normalise_advantage)
+    order = TaskOrder(trainer.factory.prompt_rows(), seed=0, shuffle=section.shuffle_tasks)
+    return Generation(config, runner, journal, order, assembler, RunState("t", config.run.steps))
 
 
 @asynccontextmanager

@@ -9,18 +9,13 @@ import math
 from typing import Any
 
 import pytest
-from environments.bench import PLAY, Bench, call
+from environments.bench import PLAY, Bench, call, generation_of
 
 from harness_rl import GRPOConfig, GRPOTrainer
 from harness_rl.learner.rows import verify_row
-from harness_rl.metrics import RunState
 from harness_rl.orchestrator.accounts import settle
-from harness_rl.orchestrator.batches import Assembler
-from harness_rl.orchestrator.generation import Generation
-from harness_rl.orchestrator.journal import GroupState, Journal
+from harness_rl.orchestrator.journal import GroupState
 from harness_rl.orchestrator.resume import restore
-from harness_rl.orchestrator.rollout import RolloutRunner
-from harness_rl.orchestrator.schedule import TaskOrder
 from harness_rl.orchestrator.stepmetrics import step_metrics
 
 
@@ -56,17 +51,6 @@ class Guess:
     def get_reward(self) -> float | None:
         number = next(self.rewards)
         return None if number % 9 == 0 else number * 0.618 % 1.0
-
-
-def generation_of(trainer: GRPOTrainer, bench: Bench) -> Generation:
-    config, journal = trainer.config, Journal(bench.folder / "journal.sqlite")
-    bench.config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"seal_grace_s": 0.1})})
-    trainer.factory.bind(bench.services())
-    section = config.rollout
-    runner = RolloutRunner(trainer.factory, journal, None, section.max_retries, retry_pause_s=0.01)
-    assembler = Assembler(section.groups_per_step, section.max_group_replacements, section.normalise_advantage)
-    order = TaskOrder(trainer.factory.prompt_rows(), seed=0, shuffle=section.shuffle_tasks)
-    return Generation(config, runner, journal, order, assembler, RunState("t", config.run.steps))
 
 
 async def test_an_on_policy_run_in_environments_up_to_the_learner(bench: Bench):

@@ -1,0 +1,74 @@
+"""The flags that the OpenEnv examples share: where a game's server is, what is trained, and where the engine runs."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from harness_rl import openenv_server
+
+
+def add_training(parser: argparse.ArgumentParser, name: str, **defaults: Any) -> None:
+    """`defaults` are of these flags, by their long names."""
+    parser.add_argument("--model", "--model-id", help="model folder, hub id or a name of `harness-rl models`")
+    parser.add_argument("--output-dir", default=f"runs/openenv-{name}")
+    parser.add_argument("--dataset-size", type=int, default=64, help="rows; each is a game of its own")
+    parser.add_argument("--max-steps", type=int)
+    parser.add_argument("--num-generations", type=int, help="games of each row, compared with each other")
+    parser.add_argument("--per-device-batch-size", type=int, help="games a step, times --gradient-accumulation-steps")
+    parser.add_argument("--gradient-accumulation-steps", type=int, default=1)
+    parser.add_argument("--learning-rate", type=float)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--vllm-mode", choices=["colocate", "server"], default="colocate", help="launch the engine, or connect to one")
+    parser.add_argument("--vllm-server-url", default="http://localhost:8000", help="with --vllm-mode server")
+    parser.set_defaults(**{"model": "Qwen/Qwen3-1.7B", "max_steps": 150, "num_generations": 8, "learning_rate": 1e-6, **defaults})
+
+
+def add_server(parser: argparse.ArgumentParser, image: str) -> None:
+    """Of a script with one server."""
+    modes = ["local", "space", "docker-local", "docker-image", "docker-hub"]
+    parser.add_argument("--env-mode", choices=modes, help="local: a process of this script's (the default where no URL is given)")
+    parser.add_argument("--env-url", help="of a server that runs already")
+    parser.add_argument("--env-host", help="the same, or with docker-local the host of a container that runs already")
+    parser.add_argument("--env-port", type=int, default=8001, help="with docker-local")
+    parser.add_argument("--env-image", default=image, help="with docker-image and docker-hub")
+
+
+@contextlib.contextmanager
+def server(options: argparse.Namespace, app: str, **env: str) -> Iterator[str]:
+    """The URL of the server that the flags ask for, for as long as the block lasts."""
+    url = options.env_url or (options.env_host if "://" in (options.env_host or "") else None)
+    mode = options.env_mode or ("space" if url else "local")
+    if mode == "docker-local":
+        url = url or f"http://{options.env_host or '127.0.0.1'}:{options.env_port}"
+    if mode in ("space", "docker-local"):
+        where: dict[str, Any] = {"url": url or f"http://{options.env_host}"}
+    elif mode == "local":
+        where = {"app": app}
+    else:
+        where = {"image": options.env_image}
+    with openenv_server(**where, sessions=games_at_once(options) + 4, env=env) as found:
+        yield found
+
+
+def games_at_once(options: argparse.Namespace) -> int:
+    return int(options.per_device_batch_size * options.gradient_accumulation_steps)
+
+
+def training(options: argparse.Namespace) -> dict[str, Any]:
+    """What the flags say, in the names of GRPOConfig."""
+    return {
+        "output_dir": options.output_dir,
+        "seed": options.seed,
+        "max_steps": options.max_steps,
+        "num_generations": options.num_generations,
+        "per_device_train_batch_size": options.per_device_batch_size,
+        "gradient_accumulation_steps": options.gradient_accumulation_steps,
+        "learning_rate": options.learning_rate,
+        "lr_scheduler_type": "constant",
+        "vllm_mode": options.vllm_mode,
+        "vllm_server_base_url": options.vllm_server_url if options.vllm_mode == "server" else None,
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
