@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from envs.openspiel_env import OpenSpielAction, OpenSpielEnv
-from envs.options import add_server, add_training, server, training
+from envs.options import add_server, add_training, run, server, training
 
 from harness_rl import GRPOConfig, GRPOTrainer
 
@@ -125,4 +125,4 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 if __name__ == "__main__":
     asked = parse()
     with server(asked, APP) as found:
-        trainer(asked, found).train()
+        run(asked, trainer(asked, found))

@@ -15,7 +15,7 @@ import contextlib
 from typing import Any
 
 from envs.echo_env import EchoAction, EchoEnv
-from envs.options import add_server, add_training, server, training
+from envs.options import add_server, add_training, run, server, training
 
 from harness_rl import GRPOConfig, GRPOTrainer
 
@@ -79,4 +79,4 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 if __name__ == "__main__":
     asked = parse()
     with server(asked, APP) as found:
-        trainer(asked, found).train()
+        run(asked, trainer(asked, found))

@@ -21,7 +21,7 @@ from typing import Any
 
 import openenv_catch as catch
 import openenv_wordle as wordle
-from envs.options import add_training, games_at_once, training
+from envs.options import add_training, games_at_once, run, training
 
 from harness_rl import GRPOConfig, GRPOTrainer, openenv_server
 
@@ -78,4 +78,4 @@ def servers(options: argparse.Namespace) -> Iterator[tuple[str, str]]:
 if __name__ == "__main__":
     asked = parse()
     with servers(asked) as found:
-        trainer(asked, *found).train()
+        run(asked, trainer(asked, *found))

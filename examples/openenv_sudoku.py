@@ -15,7 +15,7 @@ import contextlib
 import re
 from typing import Any
 
-from envs.options import add_server, add_training, server, training
+from envs.options import add_server, add_training, run, server, training
 from envs.textarena_env import TextArenaAction, TextArenaEnv
 
 from harness_rl import GRPOConfig, GRPOTrainer
@@ -144,4 +144,4 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 if __name__ == "__main__":
     asked = parse()
     with server(asked, APP, TEXTARENA_ENV_ID=GAMES[asked.difficulty]) as found:
-        trainer(asked, found).train()
+        run(asked, trainer(asked, found))

@@ -16,7 +16,7 @@ import argparse
 import contextlib
 from typing import Any
 
-from envs.options import add_server, add_training, server, training
+from envs.options import add_server, add_training, run, server, training
 from envs.textarena_env import TextArenaAction, TextArenaEnv
 from envs.textarena_env.words import SECRETS
 from envs.wordle import best_guess, consistent, read_marks
@@ -141,4 +141,4 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 if __name__ == "__main__":
     asked = parse()
     with server(asked, APP, TEXTARENA_ENV_ID="Wordle-v0") as found:
-        trainer(asked, found).train()
+        run(asked, trainer(asked, found))

@@ -53,9 +53,15 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--resume", type=Path, metavar="RUN", help="go on with a run that was killed, stopped or has more steps to do now")
     train.add_argument("--dry-run", action="store_true", help="print the resolved config and stop")
     _with_config(commands, "warmup", _warmup, "supervised warm start on the tasks' own solutions")
-    evaluate = _with_config(commands, "eval", _eval, "measure success on the evaluation tasks")
+    evaluate = _with_config(commands, "eval", _eval, "measure success on the evaluation tasks, or of a script's trainer")
     evaluate.add_argument("--model", help="model folder, hub id or name to evaluate instead of the config's")
+    evaluate.epilog = "CONFIG.toml may also be SCRIPT.py:NAME, a function without arguments that returns a trainer for environments."
+    evaluate.add_argument("--samples", type=int, help="episodes of each task (eval.samples)")
+    evaluate.add_argument("--greedy", action="store_true", help="also one of each task at temperature 0")
     evaluate.add_argument("--json", action="store_true")
+    play = commands.add_parser("play", help="play an environment by hand or by a script, and see its rewards")
+    _play_arguments(play)
+    play.set_defaults(command=_play)
     doctor = _with_config(commands, "doctor", _doctor, "check what a run needs, and say what to do where it is missing")
     doctor.add_argument("--rates", action="store_true", help="also measure engine and learner, alone and overlapped (minutes)")
     doctor.add_argument("--json", action="store_true")
@@ -163,18 +169,70 @@ def _eval(options: argparse.Namespace) -> int:
     from harness_rl.metrics import strict_json
     from harness_rl.orchestrator.main import evaluate_only, resolve_inputs, run_until_signal
 
+    if ":" in options.config.name:
+        return _eval_script(options)
     config = _load(options, "-eval")
+    config.eval.samples = options.samples or config.eval.samples
+    config.eval.greedy = options.greedy or config.eval.greedy
     inputs = resolve_inputs(config)
     console = Console(stderr=options.json)  # stdout is for the one JSON line alone
     outcome = run_until_signal(lambda: evaluate_only(config, inputs, console=console), config.run.stop_grace_s)
-    found = outcome.evaluation
-    assert found is not None
+    sampled, greedy = outcome.evaluation, outcome.greedy
+    assert sampled is not None
     if options.json:
-        print(json.dumps(strict_json(found.as_dict()), allow_nan=False))
-    else:
-        interval = f"{found.reward:.3f} [{found.low:.3f}, {found.high:.3f}]"
-        print(f"reward {interval} over {found.tasks} tasks × {found.samples} samples, {found.unscored} unscored")
+        found = sampled.as_dict() | ({"greedy": greedy.as_dict()} if greedy is not None else {})
+        print(json.dumps(strict_json(found), allow_nan=False))
+        return 0
+    for name, of in (("reward", sampled), ("greedy", greedy)):
+        if of is not None:
+            interval = f"{of.reward:.3f} [{of.low:.3f}, {of.high:.3f}]"
+            print(f"{name} {interval} over {of.tasks} tasks × {of.samples} samples, {of.unscored} unscored")
     return 0
+
+
+def _eval_script(options: argparse.Namespace) -> int:
+    """Of a script's own trainer, on its eval_dataset or else the rows that it trains on."""
+    from harness_rl.imports import load_object, load_script
+    from harness_rl.metrics import strict_json
+
+    if options.set or options.model:
+        raise UserError("eval: --set and --model are for a CONFIG.toml; a script's trainer has them from the script")
+    load_script(str(options.config))
+    trainer = load_object(str(options.config), "eval")()
+    if not callable(getattr(trainer, "evaluate", None)):
+        raise UserError(f"eval: {options.config} returns no trainer; return a GRPOTrainer or an AsyncGRPOTrainer")
+    rows = None if trainer.has_eval_dataset else trainer.train_dataset
+    found = trainer.evaluate(rows, samples=options.samples, greedy=options.greedy)
+    if options.json:
+        print(json.dumps(strict_json(found), allow_nan=False))
+    else:
+        for name in ("eval", "eval_greedy"):
+            if f"{name}_reward" in found:
+                low, high, unscored = (found[f"{name}_{part}"] for part in ("reward_low", "reward_high", "unscored"))
+                print(f"{name.replace('_', ' ')}: reward {found[f'{name}_reward']:.3f} [{low:.3f}, {high:.3f}], {unscored:.0f} unscored")
+    return 0
+
+
+def _play_arguments(parser: argparse.ArgumentParser) -> None:
+    where = "FILE.py:NAME or module:NAME"
+    parser.add_argument("environment", metavar="ENVIRONMENT", help=f"{where}: a class, or a function that makes an instance or a class")
+    server = parser.add_mutually_exclusive_group()
+    server.add_argument("--serve", metavar="module:app", help="run this OpenEnv server; functions with an argument `url` get its URL")
+    server.add_argument("--url", help="of an OpenEnv server that runs already; functions with an argument `url` get it")
+    parser.add_argument("--columns", action="append", metavar="JSON", help='a data set row: {"seed": 3}; may be repeated: played by turns')
+    policy = parser.add_mutually_exclusive_group()
+    policy.add_argument("--policy", metavar="FILE.py:NAME", help="(messages, tools) -> a text, or calls; none: you play")
+    policy.add_argument("--turns", metavar="FILE.py:NAME", help="row -> the turns of a demonstration")
+    parser.add_argument("--reward", action="append", default=[], metavar="FILE.py:NAME", help="a reward function; may be repeated")
+    parser.add_argument("--episodes", type=int, default=1)
+    parser.add_argument("--max-calls", type=int, default=0, help="answers of an episode; 0: no such limit")
+    parser.add_argument("--json", action="store_true", help="one line for each episode and one for all")
+
+
+def _play(options: argparse.Namespace) -> int:
+    from harness_rl.playing import command
+
+    return command(options)
 
 
 def _doctor(options: argparse.Namespace) -> int:

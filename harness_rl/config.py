@@ -258,7 +258,10 @@ class RewardSection(Section):
 
 class EvalSection(Section):
     samples: int = Field(4, ge=1)
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(1.0, ge=0)
+    """0 takes the likeliest token each time."""
+    greedy: bool = False
+    """An evaluation by itself (`harness-rl eval`, `evaluate()`) also plays each task once at temperature 0."""
     at_start: bool = False
     at_end: bool = False
     max_tasks: int = Field(0, ge=0)

@@ -34,3 +34,11 @@ def load_object(path: str, setting: str) -> Any:
     if not callable(found):
         raise UserError(f"{setting}: {where} has no function or class {name}")
     return found
+
+
+def load_script(path: str) -> None:
+    """Let the file that `path` names import what lies beside it, as a script can."""
+    where = path.rpartition(":")[0]
+    folder = str(Path(where).parent)
+    if where.endswith(".py") and folder not in sys.path:
+        sys.path.insert(0, folder)

@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import statistics
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -154,6 +155,16 @@ def wilson_interval(successes: float, trials: int, z: float = 1.96) -> tuple[flo
     centre = (share + z * z / (2 * trials)) / scale
     half = z * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials)) / scale
     return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def mean_interval(values: Sequence[float]) -> tuple[float, float]:
+    """95 % interval of the mean of rewards: Wilson's where all are from 0 to 1, else the normal one (NaN of fewer than two)."""
+    if all(0.0 <= value <= 1.0 for value in values):
+        return wilson_interval(sum(values), len(values))
+    if len(values) < 2:
+        return math.nan, math.nan
+    half = 1.96 * statistics.stdev(values) / math.sqrt(len(values))
+    return mean(values) - half, mean(values) + half
 
 
 def strict_json(value: Any) -> Any:

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 from harness_rl.config import RunConfig
 from harness_rl.errors import UserError
 from harness_rl.models import resolve_model
+from harness_rl.orchestrator.evaluate import Evaluation
 from harness_rl.orchestrator.main import (
     Inputs,
     Outcome,
@@ -159,29 +160,31 @@ class _EnvironmentTrainer:
         self._trained = None if outcome.result is None else outcome.result.checkpoint
         return outcome
 
-    def evaluate(self, eval_dataset: Any = None) -> dict[str, float]:
-        """`eval.samples` episodes of every row, with the trained model (before `train()`, the given one), in a run folder of its own.
+    def evaluate(self, eval_dataset: Any = None, *, samples: int | None = None, greedy: bool = True) -> dict[str, float]:
+        """`samples` episodes of every row (None: `eval.samples`) with the trained model (before `train()`, the given one), in a run folder
+        of its own; with `greedy`, one more of each row at temperature 0.
 
-        Returns the mean reward as `eval_reward`, its 95 % interval as `eval_reward_low` and `_high` (for rewards from 0 to 1), and how many
-        episodes had none as `eval_unscored`. Raises UserError without a data set.
+        Returns the mean reward as `eval_reward`, its 95 % interval as `eval_reward_low` and `_high`, and how many episodes had none as
+        `eval_unscored`; `eval_greedy_reward` and so on of the greedy ones. Raises UserError without a data set.
         """
         name = type(self).__name__
         factory = self._eval if eval_dataset is None else self.factory.on(_eval_rows(eval_dataset, name))
         if factory is None:
             raise UserError(f"{name}: evaluate() needs an eval_dataset")
         config = _with_model(self.config, str(self._trained or self.model))
-        config = config.model_copy(update={"run": config.run.model_copy(update={"name": f"{config.run.name}-eval"})})
+        about = {"samples": samples or config.eval.samples, "greedy": greedy}
+        config = config.model_copy(
+            update={
+                "run": config.run.model_copy(update={"name": f"{config.run.name}-eval"}),
+                "eval": config.eval.model_copy(update=about),
+            }
+        )
         config.run.name = free_name(config)
         inputs = resolve_inputs(config, factory=self.factory, eval_factory=factory)
-        work = lambda: self._with_servers(evaluate_only(config, inputs))  # noqa: E731
-        found = run_until_signal(work, config.run.stop_grace_s).evaluation
-        assert found is not None, "evaluate_only made it"
-        return {
-            "eval_reward": found.reward,
-            "eval_reward_low": found.low,
-            "eval_reward_high": found.high,
-            "eval_unscored": float(found.unscored),
-        }
+        ended = run_until_signal(lambda: self._with_servers(evaluate_only(config, inputs)), config.run.stop_grace_s)
+        assert ended.evaluation is not None, "evaluate_only made it"
+        found = {"eval": ended.evaluation} | ({"eval_greedy": ended.greedy} if ended.greedy is not None else {})
+        return {key: value for name, evaluation in found.items() for key, value in _numbers(name, evaluation).items()}
 
     async def _with_servers(self, work: Coroutine[Any, Any, Outcome]) -> Outcome:
         """The run, once the OpenEnv servers have room for it; its environments are given up with it. Raises UserError."""
@@ -194,6 +197,10 @@ class _EnvironmentTrainer:
             return await work
         finally:
             await self.factory.close()
+
+    @property
+    def has_eval_dataset(self) -> bool:
+        return self._eval is not None
 
     _trained: Path | None = None
 
@@ -299,6 +306,15 @@ class GRPOTrainer(_EnvironmentTrainer):
 
 def _with_model(config: RunConfig, model: str) -> RunConfig:
     return config.model_copy(update={"model": config.model.model_copy(update={"name": model})})
+
+
+def _numbers(name: str, evaluation: Evaluation) -> dict[str, float]:
+    return {
+        f"{name}_reward": evaluation.reward,
+        f"{name}_reward_low": evaluation.low,
+        f"{name}_reward_high": evaluation.high,
+        f"{name}_unscored": float(evaluation.unscored),
+    }
 
 
 async def _alone(work: Coroutine[Any, Any, Outcome]) -> Outcome:

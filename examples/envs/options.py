@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from harness_rl import openenv_server
+from harness_rl import GRPOTrainer, openenv_server
 
 
 def add_training(parser: argparse.ArgumentParser, name: str, **defaults: Any) -> None:
@@ -21,6 +21,7 @@ def add_training(parser: argparse.ArgumentParser, name: str, **defaults: Any) ->
     parser.add_argument("--gradient-accumulation-steps", type=int, default=1)
     parser.add_argument("--learning-rate", type=float)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--evaluate", type=int, metavar="GAMES", help="play so many games, sampled and greedy, instead of training")
     parser.add_argument("--vllm-mode", choices=["colocate", "server"], default="colocate", help="launch the engine, or connect to one")
     parser.add_argument("--vllm-server-url", default="http://localhost:8000", help="with --vllm-mode server")
     parser.set_defaults(**{"model": "Qwen/Qwen3-1.7B", "max_steps": 150, "num_generations": 8, "learning_rate": 1e-6, **defaults})
@@ -51,6 +52,16 @@ def server(options: argparse.Namespace, app: str, **env: str) -> Iterator[str]:
         where = {"image": options.env_image}
     with openenv_server(**where, sessions=games_at_once(options) + 4, env=env) as found:
         yield found
+
+
+def run(options: argparse.Namespace, trainer: GRPOTrainer) -> None:
+    """Train, or measure: each of the first `--evaluate` rows once with sampling, and once without."""
+    if options.evaluate is None:
+        trainer.train()
+        return
+    found = trainer.evaluate(list(trainer.train_dataset or ())[: options.evaluate], samples=1)
+    for name, value in found.items():
+        print(f"{name} {value:.3f}")
 
 
 def games_at_once(options: argparse.Namespace) -> int:

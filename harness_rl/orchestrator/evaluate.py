@@ -1,4 +1,4 @@
-"""Success on a set of tasks under the policy that the engine serves now: every task the same number of samples, with a Wilson interval."""
+"""Success on a set of tasks under the policy that the engine serves now: every task the same number of samples, with an interval."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness_rl.metrics import RunState, mean, wilson_interval
+from harness_rl.metrics import RunState, mean, mean_interval
 from harness_rl.orchestrator.rollout import Rollout, RolloutRunner, rollout_seed
 
 
@@ -20,7 +20,7 @@ class Evaluation:
     """Mean over the scored rollouts; NaN if none was scored."""
     low: float
     high: float
-    """95 % interval of `reward`, for rewards in [0, 1]."""
+    """95 % interval of `reward`."""
     unscored: int
     by_task: dict[str, float]
 
@@ -82,7 +82,7 @@ async def evaluate(
         if reward is not None:
             rewards.setdefault(task_name(rows[index]), []).append(reward)
     scored = [reward for values in rewards.values() for reward in values]
-    low, high = wilson_interval(sum(min(max(reward, 0.0), 1.0) for reward in scored), len(scored))
+    low, high = mean_interval(scored)
     state.evals[label] = (mean(scored), low, high)
     state.say(f"eval {label}: reward {mean(scored):.3f} [{low:.3f}, {high:.3f}] over {len(scored)} rollouts of {len(rows)} tasks")
     return Evaluation(

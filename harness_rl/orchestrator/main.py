@@ -106,6 +106,7 @@ class Outcome:
     result: RunResult | None = None
     warm_start: WarmStart | None = None
     evaluation: Evaluation | None = None
+    greedy: Evaluation | None = None
 
 
 async def train(config: RunConfig, inputs: Inputs, *, resume: bool = False, console: Console | None = None) -> Outcome:
@@ -183,19 +184,19 @@ async def evaluate_only(config: RunConfig, inputs: Inputs, *, console: Console |
     async with opened(config, console) as (state, journal), services(config, inputs.model_path, state, trains=False) as running:
         _bind(running, inputs)
         assert inputs.eval_factory is not None
+        measure = partial(
+            evaluate,
+            RolloutRunner(inputs.eval_factory, journal, inputs.reward_function, config.rollout.max_retries),
+            inputs.eval_rows[: config.eval.max_tasks or None],
+            slots=asyncio.Semaphore(config.rollout.max_concurrent_rollouts),
+            seed=config.run.seed,
+            state=state,
+        )
         # An engine that was started again serves the same model folder: nothing has to be pushed.
         async with running.watched(partial(running.release, None)):
-            evaluation = await evaluate(
-                RolloutRunner(inputs.eval_factory, journal, inputs.reward_function, config.rollout.max_retries),
-                inputs.eval_rows[: config.eval.max_tasks or None],
-                label="eval",
-                samples=config.eval.samples,
-                temperature=config.eval.temperature,
-                slots=asyncio.Semaphore(config.rollout.max_concurrent_rollouts),
-                seed=config.run.seed,
-                state=state,
-            )
-        return Outcome(config.run_dir, evaluation=evaluation)
+            sampled = await measure(label="eval", samples=config.eval.samples, temperature=config.eval.temperature)
+            greedy = await measure(label="greedy", samples=1, temperature=0.0) if config.eval.greedy else None
+        return Outcome(config.run_dir, evaluation=sampled, greedy=greedy)
 
 
 def _bind(running: Services, inputs: Inputs) -> None:

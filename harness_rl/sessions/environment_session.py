@@ -14,7 +14,6 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from harness_rl.errors import Cause
@@ -22,10 +21,10 @@ from harness_rl.sessions.base import HarnessRolloutOutcome, RolloutFailure, Sess
 from harness_rl.sessions.capture import Capture, join, uninterrupted
 from harness_rl.sessions.causes import TrialFacts
 from harness_rl.sessions.chatclient import ChatClient
-from harness_rl.sessions.environments import EnvironmentKind, Instance, environment_failure, first_messages, is_lost, with_observation
+from harness_rl.sessions.environments import EnvironmentKind, Instance, begun, tools_of
 from harness_rl.sessions.outcome import build_outcome, rollout_record, used_turns, write_record
 from harness_rl.sessions.rewardfuncs import Sample, Scored, WeightedReward, score_sample
-from harness_rl.sessions.toolloop import Episode, Message, Tool, play
+from harness_rl.sessions.toolloop import Episode, Message, play
 
 if TYPE_CHECKING:
     from capture_proxy.trace import TrainingTrace
@@ -157,7 +156,7 @@ class EnvironmentSession:
         self._episode = Episode(prompt)
         try:
             async with asyncio.timeout(spec.episode_s):
-                await play(policy, self._episode, self._tools(), spec.kind.schemas, spec.max_calls)
+                await play(policy, self._episode, tools_of(self.instance, spec.kind), spec.kind.schemas, spec.max_calls)
         except TimeoutError:
             self._timed_out = True
 
@@ -168,32 +167,8 @@ class EnvironmentSession:
 
     async def _reset(self) -> list[Message]:
         """The first messages, with what a fresh environment shows."""
-        spec, kind = self.spec, self.spec.kind
-        messages = first_messages(spec.row, "data set row")
-        self._instance = await kind.take()
-        self._instance.watch.begin()
-        if kind.type is None:
-            return messages
-        try:
-            observation = await self._instance.call(self._instance.environment.reset, **spec.columns)
-        except Exception as error:
-            raise environment_failure(error, f"{kind.label}.reset raised") from error
-        self._instance.watch.play()
-        return with_observation(messages, observation, kind.label)
-
-    def _tools(self) -> dict[str, Tool]:
-        instance, kind = self.instance, self.spec.kind
-        functions = kind.functions | {name: getattr(instance.environment, name) for name in kind.methods}
-
-        async def run(name: str, arguments: dict[str, Any]) -> Any:
-            try:
-                return await instance.call(functions[name], **arguments)
-            except Exception as error:
-                if is_lost(error):
-                    raise environment_failure(error, f"{kind.label}.{name} raised") from error
-                raise
-
-        return {name: partial(run, name) for name in functions}
+        self._instance = await self.spec.kind.take()
+        return await begun(self._instance, self.spec.kind, self.spec.row, self.spec.columns)
 
     async def _sample(self, trace: TrainingTrace) -> Sample:
         """What reward functions see. Raises RolloutFailure for an episode without one model call."""
@@ -201,16 +176,7 @@ class EnvironmentSession:
         assert episode is not None, "set by _converse"
         if not trace.turns:
             raise RolloutFailure(Cause.NO_MODEL_CALL, f"no model call was captured ({_ended(episode, self._timed_out)})")
-        text = isinstance(spec.row.get("prompt"), str)
-        return Sample(
-            prompt=_text(episode.prompt[-1:]) if text else episode.prompt,
-            completion=_text(episode.completion) if text else [parsed(message) for message in episode.completion],
-            completion_ids=completion_ids(trace),
-            columns=spec.row,
-            instance=self.instance,
-            kind=spec.kind,
-            trainer_state=spec.trainer_state,
-        )
+        return sample_of(spec.row, episode, self.instance, spec.kind, completion_ids(trace), spec.trainer_state)
 
     async def _score(self, sample: Sample) -> VerifyResult | RolloutFailure:
         try:
@@ -270,6 +236,22 @@ class EnvironmentSession:
         if self._scored is not None and self._scored.extra:
             about = {**about, "extra": json.loads(json.dumps(self._scored.extra, default=str))}
         return rollout_record(about, outcome, failure, status=self.capture.status)
+
+
+def sample_of(
+    row: Mapping[str, Any], episode: Episode, instance: Instance, kind: EnvironmentKind, ids: list[int], trainer_state: Any = None
+) -> Sample:
+    """What reward functions see of an episode that is over."""
+    text = isinstance(row.get("prompt"), str)
+    return Sample(
+        prompt=_text(episode.prompt[-1:]) if text else episode.prompt,
+        completion=_text(episode.completion) if text else [parsed(message) for message in episode.completion],
+        completion_ids=ids,
+        columns=row,
+        instance=instance,
+        kind=kind,
+        trainer_state=trainer_state,
+    )
 
 
 def completion_ids(trace: TrainingTrace) -> list[int]:

@@ -12,12 +12,14 @@ import inspect
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from harness_rl.errors import Cause, UserError
 from harness_rl.sessions.base import RolloutFailure
 from harness_rl.sessions.openenv import SessionWatch
 from harness_rl.sessions.ownthread import OwnThread, contained
+from harness_rl.sessions.toolloop import Message, Tool
 from harness_rl.sessions.toolschema import Schema, function_name, tool_schema
 
 logger = logging.getLogger(__name__)
@@ -195,6 +197,35 @@ def environment_failure(error: Exception, words: str) -> RolloutFailure:
         return error
     cause = Cause.ENVIRONMENT_LOST if is_lost(error) else Cause.ENVIRONMENT
     return RolloutFailure(cause, f"{words}: {type(error).__name__}: {' '.join(str(error).split())[:400]}")
+
+
+async def begun(instance: Instance, kind: EnvironmentKind, row: Mapping[str, Any], columns: Mapping[str, Any]) -> list[Message]:
+    """The first messages of a new episode: the row's prompt, and what `reset` shows. Raises RolloutFailure."""
+    messages = first_messages(row, "data set row")
+    instance.watch.begin()
+    if kind.type is None:
+        return messages
+    try:
+        observation = await instance.call(instance.environment.reset, **columns)
+    except Exception as error:
+        raise environment_failure(error, f"{kind.label}.reset raised") from error
+    instance.watch.play()
+    return with_observation(messages, observation, kind.label)
+
+
+def tools_of(instance: Instance, kind: EnvironmentKind) -> dict[str, Tool]:
+    """What a policy may call in this episode: plain tools and the environment's methods."""
+    functions = kind.functions | {name: getattr(instance.environment, name) for name in kind.methods}
+
+    async def run(name: str, arguments: dict[str, Any]) -> Any:
+        try:
+            return await instance.call(functions[name], **arguments)
+        except Exception as error:
+            if is_lost(error):
+                raise environment_failure(error, f"{kind.label}.{name} raised") from error
+            raise
+
+    return {name: partial(run, name) for name in functions}
 
 
 def first_messages(row: Mapping[str, Any], where: str) -> list[dict[str, Any]]:

@@ -192,6 +192,16 @@ def test_the_flags_reach_the_config(server: str, tmp_path):
     assert (config.learner.learning_rate, config.warmup.enabled, config.rollout.max_concurrent_rollouts) == (2e-6, False, 32)
 
 
+def test_a_script_trains_or_measures(monkeypatch, capsys, server: str, tmp_path):
+    asked: list[Any] = []
+    monkeypatch.setattr(GRPOTrainer, "train", lambda self: asked.append("trained"))
+    monkeypatch.setattr(GRPOTrainer, "evaluate", lambda self, rows, samples: asked.append((len(rows), samples)) or {"eval_reward": 0.5})
+    for arguments in ((), ("--evaluate", "2")):
+        options = small(openenv_echo, tmp_path, *arguments)
+        flags.run(options, openenv_echo.trainer(options, f"{server}/echo"))
+    assert (asked, capsys.readouterr().out) == (["trained", (2, 1)], "eval_reward 0.500\n")
+
+
 def test_the_rows_are_plain_data():
     for module in (openenv_echo, openenv_catch, openenv_wordle, openenv_sudoku, openenv_multi_env):
         assert json.loads(json.dumps(module.rows(3))) == module.rows(3)

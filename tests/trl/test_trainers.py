@@ -230,17 +230,17 @@ def test_evaluate_needs_rows_and_leaves_the_training_run_alone(monkeypatch):
     seen: list[Any] = []
 
     async def evaluated(config: Any, inputs: Any) -> Any:
-        seen.append((config.run.name, len(inputs.eval_rows)))
-        return SimpleNamespace(evaluation=SimpleNamespace(reward=0.5, low=0.4, high=0.6, unscored=1))
+        seen.append((config.run.name, len(inputs.eval_rows), config.eval.samples, config.eval.greedy))
+        return SimpleNamespace(evaluation=SimpleNamespace(reward=0.5, low=0.4, high=0.6, unscored=1), greedy=None)
 
     monkeypatch.setattr("harness_rl.trainer.evaluate_only", evaluated)
     monkeypatch.setattr("harness_rl.orchestrator.main.resolve_model", lambda name: f"/models/{name}")
     trainer = GRPOTrainer("m", reward, GRPOConfig(output_dir="runs/a", max_steps=1), ROWS, environment_factory=MyEnv)
     with pytest.raises(UserError, match=r"evaluate\(\) needs an eval_dataset"):
         trainer.evaluate()
-    found = trainer.evaluate(ROWS[:3])
+    found = trainer.evaluate(ROWS[:3], samples=7, greedy=False)
     assert found == {"eval_reward": 0.5, "eval_reward_low": 0.4, "eval_reward_high": 0.6, "eval_unscored": 1.0}
-    assert (seen, trainer.config.run.name) == ([("a-eval", 3)], "a")
+    assert (seen, trainer.config.run.name) == ([("a-eval", 3, 7, False)], "a")
 
 
 class Recorder:
