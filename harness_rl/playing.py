@@ -119,14 +119,10 @@ def _columns(text: str) -> dict[str, Any]:
 def _factory(path: str, url: str | None) -> Callable[[], Any]:
     """The class; or what makes instances, or makes the class of them."""
     found = _loaded(path, "ENVIRONMENT", url)
-    if isinstance(found, type) or inspect.signature(found).parameters.keys() - _given(found):
+    if isinstance(found, type) or any(parameter.default is parameter.empty for parameter in inspect.signature(found).parameters.values()):
         return found  # also one that needs more than it is given: that is said where it is made
     made = found()
     return made if isinstance(made, type) else found
-
-
-def _given(function: Any) -> set[str]:
-    return set(function.keywords) if isinstance(function, functools.partial) else set()
 
 
 def _loaded(path: str, flag: str, url: str | None) -> Any:
@@ -137,7 +133,8 @@ def _loaded(path: str, flag: str, url: str | None) -> Any:
         return found
     if url is None:
         raise UserError(f"play: {flag}: {path} asks for the url of a server; name --serve module:app, or --url URL")
-    return functools.partial(found, url=url)
+    first = next(iter(inspect.signature(found).parameters))
+    return functools.partial(found, url) if first == "url" else functools.partial(found, url=url)
 
 
 @contextlib.contextmanager

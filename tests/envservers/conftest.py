@@ -37,3 +37,10 @@ def server(serving: Serving) -> Iterator[str]:
     """One for all tests that leave it as it is."""
     with serving() as url:
         yield url
+
+
+@pytest.fixture(scope="session", params=[2.5, pytest.param(30.0, marks=pytest.mark.full)])
+def closing(request: pytest.FixtureRequest, serving: Serving) -> Iterator[tuple[str, float]]:
+    """A server that closes every WebSocket after so many seconds."""
+    with serving(CLOSE_EVERY_S=str(request.param)) as url:
+        yield url, request.param

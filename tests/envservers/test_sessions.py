@@ -145,13 +145,6 @@ async def test_rule_18_each_instance_has_a_session_of_its_own_and_gives_it_back(
     assert all(client._ws is None for client in open_clients)
 
 
-@pytest.fixture(scope="module", params=[2.5, pytest.param(30.0, marks=pytest.mark.full)])
-def closing(request, serving) -> Any:
-    """A server that closes every WebSocket after so many seconds."""
-    with serving(CLOSE_EVERY_S=str(request.param)) as url:
-        yield url, request.param
-
-
 @pytest.mark.parametrize("kind", [Ledger, Stubborn, Kept, Loop])
 async def test_rule_19_a_websocket_that_is_closed_again_and_again_costs_its_games_and_no_wrong_row(bench: Bench, closing, kind):
     kind.url, seconds = closing
