@@ -6,11 +6,12 @@ The ledger counts in silence: a game whose session was lost would go on from 0 i
 from __future__ import annotations
 
 import asyncio
+import os
 from typing import Any
 
 from openenv.core import EnvClient
 from openenv.core.client_types import StepResult
-from openenv.core.env_server import Action, Environment, Observation, State
+from openenv.core.env_server import Action, Environment, Observation, State, create_app
 
 
 class LedgerAction(Action):
@@ -41,6 +42,12 @@ class LedgerEnvironment(Environment[LedgerAction, LedgerObservation, State]):
     @property
     def state(self) -> State:
         return State(step_count=self.total)
+
+
+def ledger(sessions: int = 64) -> Any:
+    app = create_app(LedgerEnvironment, LedgerAction, LedgerObservation, max_concurrent_envs=sessions)
+    app.add_api_route("/pid", os.getpid)
+    return app
 
 
 class LedgerClient(EnvClient[LedgerAction, LedgerObservation, State]):
@@ -89,3 +96,6 @@ class Closing:
             await self._app(scope, received, sent)
         finally:
             closer.cancel()
+
+
+alone = ledger()

@@ -134,12 +134,12 @@ async def test_multi_env(script):
     wrong = await multi.play(call("move", direction="left"), call("guess", guess="[crane]"), row=wordle)
     assert wrong.outcome().tool_failure_count == 1 and "this is no tool of wordle" in multi.bench.prompts()[1]
     assert set(parts(wrong)) == {"rewards/wordle_reward"}
-    rewards = set()
-    for _ in range(12):  # the ball falls where it likes: waiting catches some
+    rewards: set[float | None] = set()
+    while len(rewards) < 2:  # the ball falls where it likes: waiting catches one in five
         session = await multi.play(*[call("stay")] * 9, row=catch)
         assert set(parts(session)) == {"rewards/catch_reward"}
         rewards.add(session.verify().env_reward)
-    assert rewards == {0.0, 1.0}
+    assert rewards == {0.0, 1.0}, "1 for a catch, 0 for a miss"
     assert (await multi.play(call("stay"), row=catch)).verify().env_reward == 0.0  # not played to its end
     await multi.factory.close()
 

@@ -19,6 +19,7 @@ from envservers.apps import LedgerAction, LedgerClient
 from harness_rl import GRPOConfig, GRPOTrainer
 from harness_rl.errors import Cause, UserError
 from harness_rl.sessions.base import RolloutFailure
+from harness_rl.sessions.openenv_servers import openenv_server
 
 EARN = call("earn", amount=1)
 ROUNDS = 3
@@ -173,10 +174,10 @@ async def test_rule_19_a_connection_that_ended_between_two_games_is_opened_again
     assert factory.kinds[""].made == 1
 
 
-async def test_a_server_that_is_killed_in_the_middle_of_games(bench: Bench, serving, server: str):
+async def test_a_server_that_is_killed_in_the_middle_of_games(bench: Bench, server: str):
     kinds, each = (Ledger, Stubborn, Loop), 3
     playing(bench)
-    with serving() as url:
+    with openenv_server(app="envservers.apps:alone") as url:
         for kind in kinds:
             kind.url, kind.pause_s = url, 0.5
         pid = int((await asyncio.to_thread(httpx.get, f"{url}/pid")).text)
@@ -197,11 +198,10 @@ async def test_a_server_that_is_killed_in_the_middle_of_games(bench: Bench, serv
     assert [record["env_reward"] for record in recorded(bench)].count(None) == each * len(kinds) + 1
 
 
-@pytest.fixture(scope="module")
-def small(serving) -> Any:
+@pytest.fixture
+def small(server: str) -> str:
     """A server with one session, as OpenEnv's are if nobody says otherwise."""
-    with serving(sessions=1) as url:
-        yield url
+    return f"{server}/small"
 
 
 @pytest.mark.parametrize("kind", [Ledger, Lazy, Stubborn])
