@@ -175,6 +175,8 @@ def _eval(options: argparse.Namespace) -> int:
     from harness_rl.metrics import strict_json
     from harness_rl.orchestrator.main import evaluate_only, resolve_inputs, run_until_signal
 
+    if options.samples is not None and options.samples < 1:
+        raise UserError(f"eval: --samples {options.samples}: play one episode of each task or more")
     if ":" in options.config.name:
         return _eval_script(options)
     config = _load(options, "-eval")

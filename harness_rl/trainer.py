@@ -171,6 +171,8 @@ class _EnvironmentTrainer:
         factory = self._eval if eval_dataset is None else self.factory.on(_eval_rows(eval_dataset, name))
         if factory is None:
             raise UserError(f"{name}: evaluate() needs an eval_dataset")
+        if samples is not None and samples < 1:
+            raise UserError(f"{name}: evaluate(samples={samples}): play one episode of each row or more")
         config = _with_model(self.config, str(self._trained or self.model))
         about = {"samples": samples or config.eval.samples, "greedy": greedy}
         config = config.model_copy(

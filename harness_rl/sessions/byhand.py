@@ -47,18 +47,22 @@ async def play_episode(
 ) -> Played:
     """Play one episode of `kind` on `row` (its columns, and a prompt if it has one). A failure is part of what is returned."""
     episode: Episode | None = None
-    instance = None
+    instance, whole = None, False
     try:
         instance = await kind.take()
         episode = Episode(await begun(instance, kind, row, row))
         await play(policy, episode, tools_of(instance, kind), kind.schemas, max_calls)
         scored = await score_sample(rewards, sample_of(row, episode, instance, kind, []))
+        whole = True
+        return Played(episode, scored, None)
     except RolloutFailure as failure:
-        if instance is not None:
-            await instance.retire()
         return Played(episode, None, failure)
-    kind.put(instance)
-    return Played(episode, scored, None)
+    finally:
+        if instance is not None:
+            if whole:
+                kind.put(instance)
+            else:
+                await instance.retire()
 
 
 class Scripted:

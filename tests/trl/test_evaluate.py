@@ -64,7 +64,7 @@ def connected(monkeypatch: pytest.MonkeyPatch, engine: FakeEngine) -> None:
         assert url == engine.url
         return Engine(url, EngineInfo("0.32.0", "policy", 4096, True, False, None, None, True))
 
-    monkeypatch.setattr("harness_rl.orchestrator.services.connect", connect)
+    monkeypatch.setattr("harness_rl.engines.vllm.connect", connect)
 
 
 @pytest.fixture
@@ -115,5 +115,7 @@ def test_the_command_line_evaluates_a_scripts_trainer(engine: FakeEngine, model:
     assert (found["eval_reward"], found["eval_greedy_reward"], len(temperatures(engine))) == (1.0, 1.0, 2 * 4)
     assert main(["eval", f"{script}:nothing"]) == 2
     assert "returns no trainer; return a GRPOTrainer or an AsyncGRPOTrainer" in capsys.readouterr().err
+    assert main(["eval", f"{script}:trainer", "--samples", "0"]) == 2
+    assert "--samples 0: play one episode of each task or more" in capsys.readouterr().err
     assert main(["eval", f"{script}:trainer", "--model", "m"]) == 2
     assert "--set and --model are for a CONFIG.toml" in capsys.readouterr().err

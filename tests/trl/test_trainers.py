@@ -238,6 +238,8 @@ def test_evaluate_needs_rows_and_leaves_the_training_run_alone(monkeypatch):
     trainer = GRPOTrainer("m", reward, GRPOConfig(output_dir="runs/a", max_steps=1), ROWS, environment_factory=MyEnv)
     with pytest.raises(UserError, match=r"evaluate\(\) needs an eval_dataset"):
         trainer.evaluate()
+    with pytest.raises(UserError, match=r"evaluate\(samples=0\): play one episode of each row or more"):
+        trainer.evaluate(ROWS[:3], samples=0)
     found = trainer.evaluate(ROWS[:3], samples=7, greedy=False)
     assert found == {"eval_reward": 0.5, "eval_reward_low": 0.4, "eval_reward_high": 0.6, "eval_unscored": 1.0}
     assert (seen, trainer.config.run.name) == ([("a-eval", 3, 7, False)], "a")
