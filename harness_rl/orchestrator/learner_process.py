@@ -253,10 +253,8 @@ async def start_learner(
 
 
 def _ranks(processes: int) -> dict[str, dict[str, str]]:
-    """Name of each process -> what it must know of its place: torchrun's variables. Not torchrun itself, which puts its own words in place
-    of a process's last ones, and its own exit code."""
-    if processes == 1:
-        return {"learner": {}}
+    """Name of each process -> what it must know of its place: torchrun's variables, also where control itself was started with some. Not
+    torchrun itself, which puts its own words in place of a process's last ones, and its own exit code."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])

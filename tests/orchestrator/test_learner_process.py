@@ -136,6 +136,19 @@ async def test_a_learner_that_is_killed_while_it_starts_can_be_started_again(tmp
     assert type(caught.value) is error
 
 
+async def test_ranks_know_their_place_whatever_control_was_started_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("RANK", "5")
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho $RANK of $WORLD_SIZE on $LOCAL_RANK >&2\nif [ $RANK = 0 ]; then sleep 1; fi\nexit 1\n")
+    python.chmod(0o755)
+    for processes in (1, 2):
+        spec = SimpleNamespace(to_json=lambda: "{}", lineage="a", resume=False, processes=processes)
+        words = "0 of 1 on 0" if processes == 1 else "the learner-rank1 ended: 1 of 2 on 1"
+        with pytest.raises(LearnerError, match=words):
+            await start_learner(spec, python=python, env={}, hooks=SyncHooks(*[None] * 3), run_dir=tmp_path, timeout=20.0)
+
+
 class Rank(FakeChild):
     """Of a learner of several processes; `ends` with a code, or never."""
 
