@@ -89,6 +89,13 @@ def test_an_engine_that_was_started_again_is_joined_anew_and_gets_the_present_we
     assert [call.split("?")[0] for call in rig.engine.calls].count("init_weight_transfer_engine") == 2
 
 
+def test_g06_a_server_that_a_dead_learner_left_paused_gets_the_weights_and_goes_on(rig: Rig) -> None:
+    """Nothing is sampled before the restored weights are there, and nothing waits for a step to bring them."""
+    rig.engine.paused = True
+    report = rig.sync.sync("resumed-7", PROMPTS)
+    assert report.proof.ok and rig.engine.weight_version == "resumed-7" and not rig.engine.paused
+
+
 def test_e12_order_of_the_control_calls(rig: Rig) -> None:
     rig.sync.sync("k-0", PROMPTS)
     assert rig.engine.calls == [
