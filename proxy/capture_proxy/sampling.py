@@ -208,8 +208,11 @@ async def ends_turn(engine: Engine, last: int, control: re.Pattern[str]) -> bool
         except Fork:  # the template shows no end of turn
             closes = False
         if not closes:
-            shown = await engine.detokenize(np.array([last], dtype=np.int32))
-            closes = not shown or control.fullmatch(shown) is not None
+            try:
+                shown = await engine.detokenize(np.array([last], dtype=np.int32))
+                closes = not shown or control.fullmatch(shown) is not None
+            except EngineRefused:  # a server that cannot say gives the id that ended the answer, as vLLM does
+                closes = True
         engine.turn_ends[last] = closes
     return engine.turn_ends[last]
 
