@@ -189,6 +189,7 @@ def test_a_game_ends_at_its_last_action_and_says_what_it_does_not_know(pages: st
 def test_keys_go_where_the_focus_is_and_a_covered_button_is_not_reached(tmp_path: Path):
     from envs.browsergym_env.page import Page
 
+    files = len(os.listdir("/proc/self/fd"))
     browser = Chromium(make_page(tmp_path, "<input><button onclick='hit = 1'>Under</button><div id=lid></div><script>hit = 0</script>"))
     try:
         browser.open("a.html")
@@ -209,6 +210,7 @@ def test_keys_go_where_the_focus_is_and_a_covered_button_is_not_reached(tmp_path
                 page.act(wrong)
     finally:
         browser.close()
+    assert len(os.listdir("/proc/self/fd")) == files
 
 
 def make_page(folder: Path, body: str) -> Path:
@@ -318,6 +320,18 @@ def test_a_browser_that_does_not_answer_is_given_up(tmp_path: Path, monkeypatch:
     asyncio.run(gone(running))
     with pytest.raises(BrowserGone, match="was closed"):
         browser.evaluate("1")
+
+
+@needs_browser
+def test_a_browser_that_cannot_start_says_why_and_holds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    files = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(chromium, "PROGRAM", "/usr/bin/false")
+    with pytest.raises(BrowserGone, match=r"the browser ended (before|during) Target\.createTarget: it said nothing"):
+        Chromium(tmp_path)
+    monkeypatch.setattr(chromium, "_FLAGS", ["x" * (1 << 22)])
+    with pytest.raises(OSError, match="Argument list too long"):
+        Chromium(tmp_path)
+    assert len(os.listdir("/proc/self/fd")) == files
 
 
 def test_what_is_missing_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
