@@ -341,6 +341,14 @@ def test_what_is_missing_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatc
         Chromium(tmp_path)
 
 
+def test_the_flags_reach_the_config(tmp_path: Path):
+    wanted = ["--vllm-mode", "server", "--vllm-server-url", "http://box:8000", "--batch-size", "16", "--browsers", "3", "--warm-start"]
+    options = train_browsergym.parse([*wanted, "--env-host", "http://pages:1", "--output-dir", str(tmp_path / "run"), "--model", "m"])
+    config = train_browsergym.trainer(options, options.env_url).config
+    assert (options.env_url, config.engine.url, config.warmup.enabled) == ("http://pages:1", "http://box:8000", True)
+    assert (config.rollout.max_concurrent_rollouts, config.rollout.groups_per_step, config.rollout.max_calls) == (3, 2, 11)
+
+
 @settings(deadline=None)
 @given(st.sampled_from(["click", "fill", "noop"]), st.lists(st.text(), max_size=3))
 def test_an_action_is_read_as_python_writes_it(name: str, texts: list[str]):
