@@ -7,7 +7,7 @@
 .venv-openenv/bin/python examples/train_browsergym.py                                                       a server of its own
 .venv-openenv/bin/python examples/train_browsergym.py --env-host https://openenv-browsergym-env.hf.space    a Space
 
-A server of its own needs Debian's Chromium: apt-get install chromium-headless-shell bubblewrap
+A server of its own needs Debian's Chromium: apt-get install --no-install-recommends chromium-headless-shell bubblewrap
 """
 
 from __future__ import annotations
@@ -180,6 +180,8 @@ def trainer(options: argparse.Namespace, url: str) -> GRPOTrainer:
             learning_rate=options.learning_rate,
             lr_scheduler_type="constant",
             chat_template_kwargs={"enable_thinking": False},
+            vllm_mode=options.vllm_mode,
+            vllm_server_base_url=options.vllm_server_url if options.vllm_mode == "server" else None,
             rollout={"max_concurrent_rollouts": options.browsers},
             warmup={"enabled": options.warm_start},
         ),
@@ -196,6 +198,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=32, help="games a step")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--learning-rate", type=float, default=5e-6)
+    parser.add_argument("--vllm-mode", choices=["colocate", "server"], default="colocate", help="launch the engine, or connect to one")
+    parser.add_argument("--vllm-server-url", default="http://localhost:8000", help="with --vllm-mode server")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--warm-start", action="store_true", help="train on solved games first; our server's tasks alone have solutions")
     parser.add_argument("--output-dir", default="runs/browsergym")

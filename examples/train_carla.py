@@ -142,6 +142,8 @@ def trainer(options: argparse.Namespace) -> GRPOTrainer:
             learning_rate=options.learning_rate,
             lr_scheduler_type="constant",
             chat_template_kwargs={"enable_thinking": False},
+            vllm_mode=options.vllm_mode,
+            vllm_server_base_url=options.vllm_server_url if options.vllm_mode == "server" else None,
             rollout={"max_concurrent_rollouts": len(options.env_url) * options.sessions},
         ),
     )
@@ -159,6 +161,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=16, help="drives a step")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--learning-rate", type=float, default=1e-6)
+    parser.add_argument("--vllm-mode", choices=["colocate", "server"], default="colocate", help="launch the engine, or connect to one")
+    parser.add_argument("--vllm-server-url", default="http://localhost:8000", help="with --vllm-mode server")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output-dir", default="runs/carla")
     return parser.parse_args(arguments)

@@ -189,6 +189,7 @@ def test_a_game_ends_at_its_last_action_and_says_what_it_does_not_know(pages: st
 def test_keys_go_where_the_focus_is_and_a_covered_button_is_not_reached(tmp_path: Path):
     from envs.browsergym_env.page import Page
 
+    files = len(os.listdir("/proc/self/fd"))
     browser = Chromium(make_page(tmp_path, "<input><button onclick='hit = 1'>Under</button><div id=lid></div><script>hit = 0</script>"))
     try:
         browser.open("a.html")
@@ -209,6 +210,7 @@ def test_keys_go_where_the_focus_is_and_a_covered_button_is_not_reached(tmp_path
                 page.act(wrong)
     finally:
         browser.close()
+    assert len(os.listdir("/proc/self/fd")) == files
 
 
 def make_page(folder: Path, body: str) -> Path:
@@ -320,11 +322,31 @@ def test_a_browser_that_does_not_answer_is_given_up(tmp_path: Path, monkeypatch:
         browser.evaluate("1")
 
 
+@needs_browser
+def test_a_browser_that_cannot_start_says_why_and_holds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    files = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(chromium, "PROGRAM", "/usr/bin/false")
+    with pytest.raises(BrowserGone, match=r"the browser ended (before|during) Target\.createTarget: it said nothing"):
+        Chromium(tmp_path)
+    monkeypatch.setattr(chromium, "_FLAGS", ["x" * (1 << 22)])
+    with pytest.raises(OSError, match="Argument list too long"):
+        Chromium(tmp_path)
+    assert len(os.listdir("/proc/self/fd")) == files
+
+
 def test_what_is_missing_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("PATH", str(tmp_path))
     wanted = "chromium-headless-shell is missing: apt-get install chromium-headless-shell; bwrap is missing: apt-get install bubblewrap"
     with pytest.raises(BrowserGone, match=wanted):
         Chromium(tmp_path)
+
+
+def test_the_flags_reach_the_config(tmp_path: Path):
+    wanted = ["--vllm-mode", "server", "--vllm-server-url", "http://box:8000", "--batch-size", "16", "--browsers", "3", "--warm-start"]
+    options = train_browsergym.parse([*wanted, "--env-host", "http://pages:1", "--output-dir", str(tmp_path / "run"), "--model", "m"])
+    config = train_browsergym.trainer(options, options.env_url).config
+    assert (options.env_url, config.engine.url, config.warmup.enabled) == ("http://pages:1", "http://box:8000", True)
+    assert (config.rollout.max_concurrent_rollouts, config.rollout.groups_per_step, config.rollout.max_calls) == (3, 2, 11)
 
 
 @settings(deadline=None)

@@ -6,6 +6,7 @@ libraries and its pages, and keeps its profile in memory. It is gone when it is 
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -59,21 +60,19 @@ class Chromium:
         self._received = b""
         self._events: list[str] = []
         self._session: str | None = None
-        self._words = os.memfd_create("the browser's words")
-        there, self._to = _pipe()
-        os.set_blocking(self._to, False)
-        self._from, back = _pipe()
-        argv = ["bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--uid", "65534", "--gid", "65534"]
-        argv += [*_VIEW, *_LINKS, "--tmpfs", "/tmp", "--tmpfs", "/profile", "--ro-bind", str(pages.resolve()), "/pages"]
-        argv += ["--clearenv", "--setenv", "HOME", "/profile", "--setenv", "PATH", "/usr/bin:/bin", "--", PROGRAM, *_FLAGS, "about:blank"]
-        actions: list[tuple[Any, ...]] = [(os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0)]
-        actions += [(os.POSIX_SPAWN_DUP2, end, number) for number, end in enumerate((self._words, self._words, there, back), start=1)]
+        self._pid: int | None = None
+        self._held = contextlib.ExitStack()
         try:
-            self._pid: int | None = os.posix_spawnp("bwrap", argv, dict(os.environ), file_actions=actions)
-        finally:
-            os.close(there)
-            os.close(back)
-        try:
+            with contextlib.ExitStack() as its:
+                self._words = _kept(self._held, os.memfd_create("the browser's words"))
+                there, self._to = _pipe(its, self._held)
+                self._from, back = _pipe(self._held, its)
+                os.set_blocking(self._to, False)
+                actions: list[tuple[Any, ...]] = [(os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0)]
+                actions += [
+                    (os.POSIX_SPAWN_DUP2, end, number) for number, end in enumerate((self._words, self._words, there, back), start=1)
+                ]
+                self._pid = os.posix_spawnp("bwrap", _command(pages), dict(os.environ), file_actions=actions)
             target = self.call("Target.createTarget", url="about:blank")["targetId"]
             self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
             self.call("Page.enable")
@@ -160,9 +159,9 @@ class Chromium:
     def close(self) -> None:
         """Idempotent. It ends when its pipe does; one that does not is killed, and with it all that it has started."""
         pid, self._pid = self._pid, None
+        self._held.close()
         if pid is None:
             return
-        os.close(self._to)
         deadline = time.monotonic() + CLOSE_S
         while os.waitpid(pid, os.WNOHANG) == (0, 0):
             if time.monotonic() > deadline:
@@ -170,16 +169,26 @@ class Chromium:
                 os.waitpid(pid, 0)
                 break
             time.sleep(0.02)
-        os.close(self._from)
-        os.close(self._words)
 
 
-def _pipe() -> tuple[int, int]:
-    """(reading end, writing end), neither where the browser wants its own."""
-    ends = os.pipe()
-    try:
-        reading, writing = (fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, _ABOVE_THE_BROWSERS) for end in ends)
-    finally:
-        for end in ends:
-            os.close(end)
-    return reading, writing
+def _command(pages: Path) -> list[str]:
+    sandbox = ["bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--uid", "65534", "--gid", "65534"]
+    view = [*_VIEW, *_LINKS, "--tmpfs", "/tmp", "--tmpfs", "/profile", "--ro-bind", str(pages.resolve()), "/pages"]
+    variables = ["--clearenv", "--setenv", "HOME", "/profile", "--setenv", "PATH", "/usr/bin:/bin"]
+    return [*sandbox, *view, *variables, "--", PROGRAM, *_FLAGS, "about:blank"]
+
+
+def _kept(by: contextlib.ExitStack, end: int) -> int:
+    """A file descriptor, closed with that stack."""
+    by.callback(os.close, end)
+    return end
+
+
+def _pipe(reader: contextlib.ExitStack, writer: contextlib.ExitStack) -> tuple[int, int]:
+    """(reading end, writing end), each closed with its stack, and neither where the browser wants its own."""
+    with contextlib.ExitStack() as low:
+        reading, writing = (_kept(low, end) for end in os.pipe())
+        return (
+            _kept(reader, fcntl.fcntl(reading, fcntl.F_DUPFD_CLOEXEC, _ABOVE_THE_BROWSERS)),
+            _kept(writer, fcntl.fcntl(writing, fcntl.F_DUPFD_CLOEXEC, _ABOVE_THE_BROWSERS)),
+        )
