@@ -75,11 +75,13 @@ class Bench:
         number = next(self._serial)
         return await factory.create(row if row is not None else factory.prompt_rows()[0], number, f"e{number}", **options)
 
-    async def play(self, factory: EnvironmentSessionFactory, row: dict[str, Any] | None = None, **options: Any) -> EnvironmentSession:
+    async def play(
+        self, factory: EnvironmentSessionFactory, row: dict[str, Any] | None = None, within_s: float = 30, **options: Any
+    ) -> EnvironmentSession:
         """A session that has run and been closed."""
         session = await self.session(factory, row, **options)
         try:
-            await asyncio.wait_for(session.run(), 30)
+            await asyncio.wait_for(session.run(), within_s)
         finally:
             await session.close()
         return session

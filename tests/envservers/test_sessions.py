@@ -115,14 +115,20 @@ class Loop(Ledger):
         return f"You have {self.earned}."
 
 
+@pytest.fixture(autouse=True)
+def at_once() -> None:
+    for kind in (Ledger, Stubborn, Kept, Lazy, Loop):
+        kind.pause_s = 0.0
+
+
 def playing(bench: Bench) -> None:
     """The policy earns 1 in each of three rounds, and stops."""
     bench.engine.asides = {f"You have {ROUNDS}.": "done"} | {f"You have {earned}.": EARN for earned in reversed(range(ROUNDS))}
 
 
-async def ended(bench: Bench, factory: Any, count: int) -> tuple[list[float], list[RolloutFailure]]:
+async def ended(bench: Bench, factory: Any, count: int, within_s: float = 30) -> tuple[list[float], list[RolloutFailure]]:
     """The rewards of the episodes that have one, and the failures of the others."""
-    ends = await asyncio.gather(*(bench.play(factory) for _ in range(count)), return_exceptions=True)
+    ends = await asyncio.gather(*(bench.play(factory, within_s=within_s) for _ in range(count)), return_exceptions=True)
     failures = [end for end in ends if isinstance(end, BaseException)]
     assert all(isinstance(failure, RolloutFailure) for failure in failures), failures
     return [end.verify().env_reward for end in ends if not isinstance(end, BaseException)], failures  # type: ignore[misc]
@@ -155,7 +161,7 @@ async def test_rule_19_a_websocket_that_is_closed_again_and_again_costs_its_game
     failures: list[RolloutFailure] = []
     for share in (0.0, 0.4):  # of the interval, that each of the three rounds takes
         kind.pause_s = share * seconds
-        found, lost = await ended(bench, factory, 3)
+        found, lost = await ended(bench, factory, 3, within_s=30 + 2 * seconds)
         rewards, failures = rewards + found, failures + lost
     await factory.close()
     assert len(failures) >= 3 and set(rewards) == {float(ROUNDS)}
