@@ -21,7 +21,8 @@ def read_load(text: str) -> Load:
     """Sums over the engines behind one server."""
     running: float | None = None
     usage: dict[str, float] = {}
-    capacity: dict[str, int] = {}
+    cache: dict[str, tuple[int, int]] = {}
+    """(blocks, tokens of a block)"""
     for line in text.splitlines():
         found = _LINE.match(line)
         if found is None:
@@ -34,9 +35,9 @@ def read_load(text: str) -> Load:
             case "vllm:kv_cache_usage_perc":
                 usage[engine] = float(found["value"])
             case "vllm:cache_config_info" if labels.get("num_gpu_blocks", "").isdigit() and labels.get("block_size", "").isdigit():
-                capacity[engine] = int(labels["num_gpu_blocks"]) * int(labels["block_size"])
-    known = bool(usage) and usage.keys() <= capacity.keys()
+                cache[engine] = int(labels["num_gpu_blocks"]), int(labels["block_size"])
+    known = bool(usage) and usage.keys() <= cache.keys()
     return Load(
         running=None if running is None else round(running),
-        kv_tokens=round(sum(share * capacity[engine] for engine, share in usage.items())) if known else None,
+        kv_tokens=sum(round(share * cache[engine][0]) * cache[engine][1] for engine, share in usage.items()) if known else None,
     )
