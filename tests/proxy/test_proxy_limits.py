@@ -467,7 +467,7 @@ async def test_message_shapes_that_clients_send(served: Served, engine: FakeEngi
     tools = [{"type": "function", "function": {"name": "bare"}}]
     status, _ = await agent.post({"model": "claude", "messages": messages, "tools": tools, "context_management": {}, "store": False})
     assert status == 200
-    sent = engine.bodies("/render")[-1]["messages"]
+    sent = next(body["messages"] for body in engine.bodies("/render") if body["messages"][-1]["content"] == "nudge")
     assert [message["role"] for message in sent] == ["developer", "user", "assistant", "tool", "system"]
     assert sent[0]["content"] == "be brief"
     assert sent[2]["content"] is None

@@ -76,7 +76,8 @@ async def test_a_hostile_policy_is_contained_and_its_rollout_ends_graded(tmp_pat
         "2 GB body, chunked": 413,
         "many calls": {"200": MAX_CALLS - 2, "400": calls - MAX_CALLS + 2},
     }
-    assert (outcome.env_reward, outcome.stop_reason, outcome.metrics) == (0.0, "limit", {"tampered": 1.0})
+    metrics = {"tampered": 1.0, "rollout/truncated": 1.0, "rollout/history_search": 0.0}
+    assert (outcome.env_reward, outcome.stop_reason, outcome.metrics) == (0.0, "limit", metrics)
     assert record["left_by_agent"][0]["killed"] >= 1
     counted = record["capture"]["calls_by_reason"]
     assert counted == {"trained": 1, "auxiliary": MAX_CALLS - 1, "refused": 2, "limit": calls - MAX_CALLS + 2}

@@ -56,7 +56,7 @@ async def test_reward_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         outcome = session.outcome()
         assert (outcome.env_reward, outcome.turns, outcome.stop_reason) == (1.0, 2, "finished")
         assert outcome.tool_calls_by_name == {"bash": 2}
-        assert outcome.metrics == {"tampered": 0.0}
+        assert outcome.metrics == {"tampered": 0.0, "rollout/truncated": 0.0, "rollout/history_search": 0.0}
         assert [turn.metadata["parent"] for turn in outcome.trace.turns] == [None, outcome.trace.turns[0].node_id]
         assert all(turn.completion_mask.all() for turn in outcome.trace.turns)
         assert outcome.completion[0] == {"role": "system", "content": "You act."}
