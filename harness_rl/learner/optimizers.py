@@ -24,3 +24,12 @@ def build_optimizer(parameters: Sequence[torch.nn.Parameter], spec: LearnerSpec)
     except ImportError:
         raise UserError("learner.optimizer = adamw_8bit needs torchao, which is not installed; pip install torchao, or use adamw") from None
     return AdamW8bit(groups, lr=spec.learning_rate, betas=betas, eps=spec.adam_epsilon)
+
+
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Learning rate of the next step; in place where the optimizer keeps it as a tensor."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate

@@ -18,12 +18,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.tensor import DTensor
 
 from harness_rl.errors import LearnerError, UserError
 from harness_rl.learner import checkpoint, lora
 from harness_rl.learner.checkpoint import Checkpoint
 from harness_rl.learner.policy import Policy
 from harness_rl.learner.ranks import ALONE, Ranks
+from harness_rl.learner.sharding import local
 from harness_rl.learner.spec import LearnerSpec
 
 Saved = Callable[[Checkpoint, float], None]
@@ -75,7 +77,7 @@ class Saver:
             nothing: Future[Any] = Future()
             nothing.set_result(None)
             return nothing
-        state = get_optimizer_state_dict(policy.model, optimizer)
+        state = _in_full(get_optimizer_state_dict(policy.model, optimizer))
         alone = not dist.is_initialized()
         future: Any = dcp.async_save(state, checkpoint_id=folder, process_group=self._ranks.files, no_dist=alone)
         return future
@@ -117,19 +119,44 @@ def load_state(found: Checkpoint) -> dict[str, Any]:
 
 
 def load_optimizer(found: Checkpoint, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
-    """The optimizer's state as it was saved, by however many ranks. A collective. Raises UserError when it is another optimizer's."""
+    """The optimizer's state as it was saved, by however many ranks: to the bit, or in 8 bits to their rounding. A collective. Raises
+    UserError when it is another optimizer's."""
     folder = found.path / checkpoint.OPTIMIZER
     if not folder.is_dir():
         return
     state = get_optimizer_state_dict(policy.model, optimizer)
+    saved = _in_full(state)
     try:
-        dcp.load(state, checkpoint_id=folder, no_dist=not dist.is_initialized())
+        dcp.load(saved, checkpoint_id=folder, no_dist=not dist.is_initialized())
     except dcp.api.CheckpointException as error:
         first = next(iter(error.failures.values()))[0]
         raise UserError(
             f"learner: the optimizer's state in {folder} is not this one's (learner.optimizer and lora_rank must be the run's own): {first}"
         ) from error
-    set_optimizer_state_dict(policy.model, optimizer, state)
+    for name, values in state["state"].items():
+        for key, value in values.items():
+            if _quantised(value):
+                local(value).copy_(local(saved["state"][name][key]))
+                saved["state"][name][key] = value
+    set_optimizer_state_dict(policy.model, optimizer, saved)
+
+
+def _quantised(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and type(local(value)) is not torch.Tensor
+
+
+def _in_full(state: Any) -> dict[str, Any]:
+    """The same, with what an optimizer keeps in few bits as float32: torch's checkpoints know no such tensors."""
+
+    def full(value: Any) -> Any:
+        if not _quantised(value):
+            return value
+        slices = local(value).dequantize()
+        if not isinstance(value, DTensor):
+            return slices
+        return DTensor.from_local(slices, value.device_mesh, value.placements, shape=value.shape, stride=value.stride())
+
+    return {**state, "state": {name: {key: full(value) for key, value in values.items()} for name, values in state["state"].items()}}
 
 
 def _check_space(root: Path, model: Any) -> None:

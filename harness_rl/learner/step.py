@@ -165,7 +165,7 @@ class Trainer:
         metrics["tokens/forwarded"] = float(sum(pack.tokens for packs in minibatches for pack in packs))
         metrics["updates"] = float(sum(math.isfinite(norm) for norm in norms))
         metrics["updates_skipped"] = len(norms) - metrics["updates"]
-        metrics["learning_rate"] = self.updater.optimizer.param_groups[0]["lr"]
+        metrics["learning_rate"] = float(self.updater.optimizer.param_groups[0]["lr"])
         if norms:
             metrics["grad_norm"] = max(norms)
             metrics["grad_signal_share"] = self.updater.signal.value

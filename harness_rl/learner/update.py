@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from harness_rl.learner import lora, objectives, rng
 from harness_rl.learner.objectives.base import Terms
-from harness_rl.learner.optimizers import build_optimizer
+from harness_rl.learner.optimizers import build_optimizer, set_rate
 from harness_rl.learner.packing import Pack
 from harness_rl.learner.policy import Policy
 from harness_rl.learner.prefixtree import fold
@@ -147,8 +147,7 @@ class Updater:
             if norm > self.spec.max_grad_norm:
                 torch._foreach_mul_(gradients, self.spec.max_grad_norm / norm)
             self.signal.observe(self.ranks.sum(self._along_momentum()), min(norm, self.spec.max_grad_norm) ** 2)
-            for group in self.optimizer.param_groups:
-                group["lr"] = self.learning_rate()
+            set_rate(self.optimizer, self.learning_rate())
             self.optimizer.step()
             self.updates += 1
         self.optimizer.zero_grad(set_to_none=True)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from harness_rl.errors import UserError
-from harness_rl.learner.optimizers import build_optimizer
+from harness_rl.learner.optimizers import build_optimizer, set_rate
 from harness_rl.learner.spec import LearnerSpec
 
 
@@ -22,6 +22,19 @@ def test_weights_decay_in_matrices_only() -> None:
         parameter.grad = torch.zeros_like(parameter)
     build_optimizer([matrix, norm], spec_of(learning_rate=0.5, weight_decay=0.1)).step()
     assert torch.allclose(matrix, torch.full((2, 2), 0.95)) and torch.equal(norm, torch.ones(2))
+
+
+@pytest.mark.parametrize("rate", [1.0, torch.tensor(1.0)])
+def test_a_rate_is_set_in_place_where_it_is_a_tensor(rate: Any) -> None:
+    """As torchao's optimizers want it: they refuse a rate that has become a number."""
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=rate)
+    before = optimizer.param_groups[0]["lr"]
+    set_rate(optimizer, 0.25)
+    assert type(optimizer.param_groups[0]["lr"]) is type(before) and (not isinstance(before, torch.Tensor) or float(before) == 0.25)
+    weight.grad = torch.ones(1)
+    optimizer.step()
+    assert float(weight.detach()) == -0.25
 
 
 def test_what_is_not_installed_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
