@@ -18,6 +18,7 @@ import re
 from typing import Any
 
 from envs.browsergym_env import BrowserGymAction, BrowserGymEnv, BrowserGymObservation
+from envs.options import add_training, run, training
 
 from harness_rl import GRPOConfig, GRPOTrainer, openenv_server
 
@@ -170,18 +171,9 @@ def trainer(options: argparse.Namespace, url: str) -> GRPOTrainer:
         train_dataset=rows(options.dataset_size, options.task_name),
         demonstrations=lambda row: demonstration(url, row),
         args=GRPOConfig(
-            output_dir=options.output_dir,
-            seed=options.seed,
-            max_steps=options.steps,
-            num_generations=8,
-            per_device_train_batch_size=options.batch_size,
+            **training(options),
             max_completion_length=1024,
             max_tool_calling_iterations=ACTIONS,
-            learning_rate=options.learning_rate,
-            lr_scheduler_type="constant",
-            chat_template_kwargs={"enable_thinking": False},
-            vllm_mode=options.vllm_mode,
-            vllm_server_base_url=options.vllm_server_url if options.vllm_mode == "server" else None,
             rollout={"max_concurrent_rollouts": options.browsers},
             warmup={"enabled": options.warm_start},
         ),
@@ -193,16 +185,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--env-url", "--env-host", help="of a server that runs already; without it, this script starts one")
     parser.add_argument("--task-name", nargs="+", default=TASKS, help="names of tasks that the server has")
     parser.add_argument("--browsers", type=int, default=8, help="games at once; each has a browser of about 100 MB")
-    parser.add_argument("--model", default="Qwen/Qwen3-0.6B")
-    parser.add_argument("--dataset-size", type=int, default=256)
-    parser.add_argument("--batch-size", type=int, default=32, help="games a step")
-    parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--learning-rate", type=float, default=5e-6)
-    parser.add_argument("--vllm-mode", choices=["colocate", "server"], default="colocate", help="launch the engine, or connect to one")
-    parser.add_argument("--vllm-server-url", default="http://localhost:8000", help="with --vllm-mode server")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--warm-start", action="store_true", help="train on solved games first; our server's tasks alone have solutions")
-    parser.add_argument("--output-dir", default="runs/browsergym")
+    add_training(
+        parser, "browsergym", model="Qwen/Qwen3-0.6B", max_steps=50, dataset_size=256, per_device_batch_size=32, learning_rate=5e-6
+    )
     return parser.parse_args(arguments)
 
 
@@ -210,4 +196,4 @@ if __name__ == "__main__":
     asked = parse()
     where: dict[str, Any] = {"url": asked.env_url} if asked.env_url else {"app": APP}
     with openenv_server(**where, sessions=asked.browsers + 4) as found:
-        trainer(asked, found).train()
+        run(asked, trainer(asked, found))

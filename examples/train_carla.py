@@ -18,6 +18,7 @@ import queue
 from typing import Any, Literal
 
 from envs.carla_env import CarlaAction, CarlaEnv, CarlaObservation
+from envs.options import add_training, run, training
 from openenv.core.client_types import StepResult
 
 from harness_rl import GRPOConfig, GRPOTrainer, openenv_server
@@ -132,18 +133,9 @@ def trainer(options: argparse.Namespace) -> GRPOTrainer:
         environment_factory=environment(options.env_url, options.sessions),
         train_dataset=rows(options.dataset_size, options.scenario),
         args=GRPOConfig(
-            output_dir=options.output_dir,
-            seed=options.seed,
-            max_steps=options.steps,
-            num_generations=8,
-            per_device_train_batch_size=options.batch_size,
+            **training(options),
             max_completion_length=1024,
             max_tool_calling_iterations=8,
-            learning_rate=options.learning_rate,
-            lr_scheduler_type="constant",
-            chat_template_kwargs={"enable_thinking": False},
-            vllm_mode=options.vllm_mode,
-            vllm_server_base_url=options.vllm_server_url if options.vllm_mode == "server" else None,
             rollout={"max_concurrent_rollouts": len(options.env_url) * options.sessions},
         ),
     )
@@ -156,15 +148,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--sessions", type=int, default=1, help="drives at once on each of them; one simulator has one")
     parser.add_argument("--scenario", nargs="+", default=[SCENARIO])
-    parser.add_argument("--model", default="Qwen/Qwen3-0.6B")
-    parser.add_argument("--dataset-size", type=int, default=64)
-    parser.add_argument("--batch-size", type=int, default=16, help="drives a step")
-    parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--learning-rate", type=float, default=1e-6)
-    parser.add_argument("--vllm-mode", choices=["colocate", "server"], default="colocate", help="launch the engine, or connect to one")
-    parser.add_argument("--vllm-server-url", default="http://localhost:8000", help="with --vllm-mode server")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output-dir", default="runs/carla")
+    add_training(parser, "carla", model="Qwen/Qwen3-0.6B", max_steps=50, per_device_batch_size=16)
     return parser.parse_args(arguments)
 
 
@@ -172,4 +156,4 @@ if __name__ == "__main__":
     asked = parse()
     with contextlib.ExitStack() as servers:
         asked.env_url = [servers.enter_context(openenv_server(url=url)) for url in asked.env_url]
-        trainer(asked).train()
+        run(asked, trainer(asked))

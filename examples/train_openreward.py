@@ -16,6 +16,7 @@ import argparse
 import os
 
 from envs.openreward import OpenReward, environment, openreward_reward, rows
+from envs.options import add_training, run, training
 
 from harness_rl import GRPOConfig, GRPOTrainer
 
@@ -26,20 +27,11 @@ def trainer(options: argparse.Namespace, server: OpenReward) -> GRPOTrainer:
         model=options.model,
         environment_factory=environment(server, name, options.split),
         reward_funcs=openreward_reward,
-        train_dataset=rows(server, name, options.split),
+        train_dataset=rows(server, name, options.split)[: options.dataset_size],
         args=GRPOConfig(
-            output_dir=options.output_dir,
-            seed=options.seed,
-            max_steps=options.steps,
-            num_generations=8,
-            per_device_train_batch_size=options.batch_size,
+            **training(options),
             max_completion_length=2048,
             max_tool_calling_iterations=16,
-            learning_rate=options.learning_rate,
-            lr_scheduler_type="constant",
-            chat_template_kwargs={"enable_thinking": False},
-            vllm_mode=options.vllm_mode,
-            vllm_server_base_url=options.vllm_server_url if options.vllm_mode == "server" else None,
         ),
     )
 
@@ -50,17 +42,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--deployment", help="of a hosted environment: owner/name")
     parser.add_argument("--environment", help="where the server has several; left out, its first")
     parser.add_argument("--split", default="train")
-    parser.add_argument("--model", default="Qwen/Qwen3-0.6B")
-    parser.add_argument("--batch-size", type=int, default=32, help="episodes a step")
-    parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--learning-rate", type=float, default=1e-6)
-    parser.add_argument("--vllm-mode", choices=["colocate", "server"], default="colocate", help="launch the engine, or connect to one")
-    parser.add_argument("--vllm-server-url", default="http://localhost:8000", help="with --vllm-mode server")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output-dir", default="runs/openreward")
+    add_training(parser, "openreward", model="Qwen/Qwen3-0.6B", max_steps=50, per_device_batch_size=32)
     return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":
     asked = parse()
-    trainer(asked, OpenReward(asked.env_url, os.environ.get("OPENREWARD_API_KEY"), asked.deployment)).train()
+    run(asked, trainer(asked, OpenReward(asked.env_url, os.environ.get("OPENREWARD_API_KEY"), asked.deployment)))

@@ -1,4 +1,4 @@
-"""The flags that the OpenEnv examples share: where a game's server is, what is trained, and where the engine runs."""
+"""The flags that the examples share: where a game's server is, what is trained, and where the engine runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from harness_rl import GRPOTrainer, openenv_server
 def add_training(parser: argparse.ArgumentParser, name: str, **defaults: Any) -> None:
     """`defaults` are of these flags, by their long names."""
     parser.add_argument("--model", "--model-id", help="model folder, hub id or a name of `harness-rl models`")
-    parser.add_argument("--output-dir", default=f"runs/openenv-{name}")
+    parser.add_argument("--output-dir", default=f"runs/{name}")
     parser.add_argument("--dataset-size", type=int, default=64, help="rows; each is a game of its own")
     parser.add_argument("--max-steps", type=int)
     parser.add_argument("--num-generations", type=int, help="games of each row, compared with each other")

@@ -113,6 +113,7 @@ async def test_rule_8_the_budget_is_of_the_whole_conversation_and_an_overlong_re
     outcome = session.outcome()
     assert roles(outcome.completion) == ["user", "assistant"]
     assert (outcome.turns, outcome.stop_reason, outcome.metrics["completions/clipped_ratio"]) == (1, "limit", 1.0)
+    assert outcome.truncated
     assert session.verify().env_reward == 1.0  # the call was made, and is paid for
     status = json.loads((bench.folder / "rollouts" / "e0" / "outcome.json").read_text())["capture"]
     assert status["calls_by_reason"] == {"trained": 1, "limit": 1}

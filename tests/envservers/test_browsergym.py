@@ -342,7 +342,17 @@ def test_what_is_missing_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_flags_reach_the_config(tmp_path: Path):
-    wanted = ["--vllm-mode", "server", "--vllm-server-url", "http://box:8000", "--batch-size", "16", "--browsers", "3", "--warm-start"]
+    wanted = [
+        "--vllm-mode",
+        "server",
+        "--vllm-server-url",
+        "http://box:8000",
+        "--per-device-batch-size",
+        "16",
+        "--browsers",
+        "3",
+        "--warm-start",
+    ]
     options = train_browsergym.parse([*wanted, "--env-host", "http://pages:1", "--output-dir", str(tmp_path / "run"), "--model", "m"])
     config = train_browsergym.trainer(options, options.env_url).config
     assert (options.env_url, config.engine.url, config.warmup.enabled) == ("http://pages:1", "http://box:8000", True)

@@ -44,10 +44,11 @@ async def test_the_verifier_pays_what_was_done_in_the_sandbox(environment: Harbo
     assert await environment.get_reward() == 0.0
 
 
-async def test_what_a_policy_plants_pays_nothing(environment: HarborEnvironment, task: str) -> None:
-    await environment.reset(task)
+async def test_what_a_policy_plants_pays_nothing(environment: HarborEnvironment, tmp_path: Path) -> None:
+    slow = write_task(tmp_path / "slow", test=HONEST + "sleep 1\n")  # long enough for whoever still runs to write over its verdict
+    await environment.reset(str(slow))
     await environment.bash("mkdir -p /logs/verifier /tests; echo 1 > /logs/verifier/reward.txt; echo 'echo 1' > /tests/test.sh")
-    await environment.bash(f"(sleep 1; {WRITE}; while sleep 0.05; do echo 1 > /logs/verifier/reward.txt; done) >/dev/null 2>&1 &")
+    await environment.bash("(while sleep 0.05; do echo 1 > /logs/verifier/reward.txt; done) >/dev/null 2>&1 &")
     assert await environment.get_reward() == 0.0
 
 
@@ -73,6 +74,14 @@ async def test_no_network_and_no_engine_in_reach(environment: HarborEnvironment,
     await environment.reset(task)
     assert "exit code" in await environment.bash("exec 3<>/dev/tcp/127.0.0.1/18080")
     assert "exit code" in await environment.bash("timeout 3 bash -c 'exec 3<>/dev/tcp/1.1.1.1/53'")
+
+
+async def test_an_episode_that_is_given_up_is_not_graded(tmp_path: Path) -> None:
+    graded = write_task(tmp_path / "graded", test="#!/bin/bash\nsleep 25\n")
+    environment = HarborEnvironment()
+    await environment.reset(str(graded))
+    await asyncio.wait_for(environment.__aexit__(), 15)
+    assert audit().total == 0
 
 
 async def test_an_episode_that_is_given_up_leaves_nothing(task: str) -> None:
