@@ -10,7 +10,7 @@ TASKS := examples/tasks/quickstart
 ARGS ?=
 RL := .venv/bin/harness-rl
 
-.PHONY: help setup openenv prepare quickstart test test-full accept accept-opencode soak lint bench bench-learner bench-sync bench-proxy lock clean distclean
+.PHONY: help setup openenv prepare quickstart test test-full accept accept-opencode accept-games examples soak lint bench bench-learner bench-sync bench-proxy lock clean distclean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -31,10 +31,13 @@ quickstart: prepare ## the main job: a real model gets better inside a real agen
 	$(RL) train $(CONFIG) $(ARGS)
 
 test: prepare openenv ## the tests, every environment
-	@scripts/test.sh -m "not full" $(ARGS)
+	@scripts/test.sh -m "not full and not examples" $(ARGS)
 
 test-full: prepare openenv ## the tests with the long matrices
 	@scripts/test.sh $(ARGS)
+
+examples: prepare openenv ## every example's script, its server a real process, through a warm start and two small steps
+	.venv-openenv/bin/python -m pytest tests/examples $(ARGS)
 
 accept: prepare ## the learning runs and their controls, three seeds (three hours)
 	.venv/bin/python tests/accept/quickstart.py $(ARGS)
@@ -43,6 +46,9 @@ accept-opencode: prepare ## stock opencode learns the quickstart's tasks (an hou
 	$(RL) agents build opencode >/dev/null
 	.venv/bin/python tests/accept/opencode.py $(ARGS)
 
+accept-games: prepare openenv ## the OpenEnv games learn: echo, catch, Wordle (an hour and a half)
+	.venv/bin/python tests/accept/games.py $(ARGS)
+
 soak: prepare ## two hours of the quickstart with a process killed every five minutes
 	.venv/bin/python tests/accept/soak.py $(ARGS)
 
@@ -50,8 +56,7 @@ lint: setup ## style and types
 	.venv/bin/ruff check .
 	.venv/bin/mypy
 
-bench: prepare ## thread shares of engine and learner, and prefix sharing, on this machine
-	.venv-torch/bin/python -m harness_rl.bench.prefix_tree $$($(RL) models fetch $(MODEL)) .make/prefix_tree.md
+bench: prepare ## thread shares of engine and learner on this machine
 	.venv/bin/python -m harness_rl.bench.threads $$($(RL) models fetch $(MODEL)) .make/threads.md $(ARGS)
 
 bench-learner: prepare ## padded batches, plain packing and prefix trees on the same rows; the LM head's memory (ARGS="--rounds 5")

@@ -2,9 +2,10 @@
 # requires-python = ">=3.11"
 # dependencies = ["harness-rl[openenv]", "open-spiel"]
 # ///
-"""Train in OpenSpiel's game of catch, on an OpenEnv server: a ball falls through ten rows of five columns, and a paddle waits below.
+"""Train in OpenSpiel's game of catch, on an OpenEnv server: a ball falls through some rows, and a paddle waits below.
 
 .venv-openenv/bin/python examples/openenv_catch.py                                                     a server of its own
+.venv-openenv/bin/python examples/openenv_catch.py --cpu                                               ten minutes on two cores
 .venv-openenv/bin/python examples/openenv_catch.py --env-host https://openenv-openspiel-env.hf.space   a Space
 """
 
@@ -16,12 +17,15 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from envs.openspiel_env import OpenSpielAction, OpenSpielEnv
-from envs.options import add_server, add_training, run, server, training
+from envs.options import add_server, add_training, held_out, read, run, server, training
 
 from harness_rl import GRPOConfig, GRPOTrainer
 
 APP = "envs.openspiel_env.server:app"
 ROWS, COLUMNS = 10, 5
+"""OpenSpiel's own, which a Space has too."""
+CPU_FLAGS = {"rows": 4, "columns": 3}
+CPU = {"max_completion_length": 320}
 LEFT, STAY, RIGHT = 0, 1, 2
 PROMPT = (
     "Catch the ball. It falls one row with each of your moves; be in its column when it comes down. Call `move` to go one column to the "
@@ -29,22 +33,22 @@ PROMPT = (
 )
 
 
-def places(info_state: Sequence[float]) -> tuple[int, int, int]:
+def places(info_state: Sequence[float], width: int) -> tuple[int, int, int]:
     """(row of the ball, its column, the paddle's column), from 0 on: the last of the grid's rows is the paddle's."""
-    taken = [divmod(index, COLUMNS) for index, value in enumerate(info_state) if value]
-    paddle = next(column for row, column in reversed(taken) if row == ROWS - 1)
+    taken = [divmod(index, width) for index, value in enumerate(info_state) if value]
+    _, paddle = taken[-1]
     row, ball = taken[0]
     return row, ball, paddle
 
 
-def shown(info_state: Sequence[float]) -> str:
-    row, ball, paddle = places(info_state)
+def shown(info_state: Sequence[float], width: int) -> str:
+    row, ball, paddle = places(info_state, width)
     side = "straight above" if ball == paddle else f"{abs(ball - paddle)} to the {'left' if ball < paddle else 'right'}"
-    return f"ball: row {row + 1} of {ROWS}, column {ball + 1}; you: column {paddle + 1}; the ball is {side}"
+    return f"ball: row {row + 1} of {len(info_state) // width}, column {ball + 1}; you: column {paddle + 1}; the ball is {side}"
 
 
-def environment(url: str) -> type:
-    """The environment class of games at `url`."""
+def environment(url: str, width: int = COLUMNS) -> type:
+    """The environment class of games at `url`, whose grid is so wide."""
 
     class CatchEnv:
         def __init__(self) -> None:
@@ -57,7 +61,7 @@ def environment(url: str) -> type:
                     self.client.close()
             self.client = OpenSpielEnv(base_url=url)
             self.reward, self.done = 0.0, False
-            return shown(self.client.reset(seed=seed).observation.info_state)
+            return shown(self.client.reset(seed=seed).observation.info_state, width)
 
         def move(self, direction: Literal["left", "right"]) -> str:
             """Move one column.
@@ -80,7 +84,7 @@ def environment(url: str) -> type:
             self.reward, self.done = result.reward or 0.0, result.done
             if self.done:
                 return "Caught." if self.reward > 0 else "Missed."
-            return shown(result.observation.info_state)
+            return shown(result.observation.info_state, width)
 
     return CatchEnv
 
@@ -94,13 +98,14 @@ def rows(count: int) -> list[dict[str, Any]]:
     return [{"prompt": [{"role": "user", "content": PROMPT}], "task_name": f"catch {seed}", "seed": seed} for seed in range(count)]
 
 
-def demonstration(url: str, row: dict[str, Any]) -> list[dict[str, Any]]:
+def demonstration(url: str, row: dict[str, Any], width: int = COLUMNS) -> list[dict[str, Any]]:
     """The turns of a policy that goes under the ball and waits there, from the first view of the game with this row's seed."""
     with OpenSpielEnv(base_url=url).sync() as client:
-        _, ball, paddle = places(client.reset(seed=row["seed"]).observation.info_state)
+        grid = client.reset(seed=row["seed"]).observation.info_state
+    _, ball, paddle = places(grid, width)
     direction = "left" if ball < paddle else "right"
     steps = [{"name": "move", "arguments": {"direction": direction}}] * abs(ball - paddle)
-    waits = [{"name": "stay", "arguments": {}}] * (ROWS - 1 - len(steps))
+    waits = [{"name": "stay", "arguments": {}}] * (len(grid) // width - 1 - len(steps))
     return [*({"content": None, "tool_calls": [call]} for call in [*steps, *waits]), {"content": "Done."}]
 
 
@@ -109,9 +114,10 @@ def trainer(options: argparse.Namespace, url: str) -> GRPOTrainer:
         model=options.model,
         reward_funcs=reward_catch,
         train_dataset=rows(options.dataset_size),
-        environment_factory=environment(url),
-        demonstrations=lambda row: demonstration(url, row),
-        args=GRPOConfig(**training(options), max_completion_length=1024, max_tool_calling_iterations=ROWS),
+        eval_dataset=held_out(options, rows),
+        environment_factory=environment(url, options.columns),
+        demonstrations=lambda row: demonstration(url, row, options.columns),
+        args=GRPOConfig(**training(options, CPU, max_completion_length=1024, max_tool_calling_iterations=options.rows)),
     )
 
 
@@ -119,10 +125,21 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_server(parser, image="registry.hf.space/openenv-openspiel-env:latest")
     add_training(parser, "catch", model="Qwen/Qwen3-0.6B", per_device_batch_size=32)
-    return parser.parse_args(arguments)
+    add_game(parser)
+    return read(parser, arguments, **CPU_FLAGS)
+
+
+def add_game(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rows", type=int, default=ROWS, help="of the grid of a server of this script's")
+    parser.add_argument("--columns", type=int, default=COLUMNS, help="the same")
+
+
+def game(options: argparse.Namespace) -> dict[str, str]:
+    """For the server's process."""
+    return {"OPENSPIEL_GAME": f"catch(rows={options.rows},columns={options.columns})"}
 
 
 if __name__ == "__main__":
     asked = parse()
-    with server(asked, APP) as found:
+    with server(asked, APP, **game(asked)) as found:
         run(asked, trainer(asked, found))

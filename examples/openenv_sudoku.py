@@ -5,6 +5,7 @@
 """Train in TextArena's Sudoku, on an OpenEnv server: a number at a time, and credit for each cell that is filled.
 
 .venv-openenv/bin/python examples/openenv_sudoku.py --difficulty very-easy                       a server of its own
+.venv-openenv/bin/python examples/openenv_sudoku.py --cpu                                        its first three numbers, on two cores
 .venv-openenv/bin/python examples/openenv_sudoku.py --env-host https://openenv-sudoku.hf.space   a Space
 """
 
@@ -15,13 +16,18 @@ import contextlib
 import re
 from typing import Any
 
-from envs.options import add_server, add_training, run, server, training
+from envs.options import add_server, add_training, held_out, read, run, server, training
 from envs.textarena_env import TextArenaAction, TextArenaEnv
 
 from harness_rl import GRPOConfig, GRPOTrainer
 
 APP = "envs.textarena_env.server:app"
 GAMES = {"very-easy": "Sudoku-v0-very-easy", "easy": "Sudoku-v0-easy", "medium": "Sudoku-v0-medium", "hard": "Sudoku-v0-hard"}
+CPU = {
+    "max_completion_length": 1536,
+    "engine": {"max_model_len": 3072, "max_num_seqs": 8},
+    "warmup": {"target_low": 0.05, "target_high": 0.1},
+}
 PROMPT = "Solve the Sudoku. Call the tool `place` for each number, until no cell is empty.\n"
 _ROW = re.compile(r"^R(\d)\s+([\d.| ]+)$", re.MULTILINE)
 
@@ -110,14 +116,14 @@ def rows(count: int) -> list[dict[str, Any]]:
     return [{"prompt": [{"role": "user", "content": PROMPT}], "task_name": f"sudoku {seed}", "seed": seed} for seed in range(count)]
 
 
-def solver_game(url: str, row: dict[str, Any]) -> list[dict[str, Any]]:
-    """The turns of a solver in the game with this row's seed."""
+def solver_game(url: str, row: dict[str, Any], turns: int | None = None) -> list[dict[str, Any]]:
+    """The turns of a solver in the game with this row's seed, or the first `turns` of them."""
     with TextArenaEnv(base_url=url).sync() as client:
         grid = board(client.reset(seed=row["seed"]).observation.messages[0].content)
     solved = solve(grid or [])
     assert grid is not None and solved is not None, "the game has one solution"
     cells = [(r, c) for r in range(9) for c in range(9) if not grid[r][c]]
-    calls = [{"name": "place", "arguments": {"row": r + 1, "column": c + 1, "number": solved[r][c]}} for r, c in cells]
+    calls = [{"name": "place", "arguments": {"row": r + 1, "column": c + 1, "number": solved[r][c]}} for r, c in cells[:turns]]
     return [*({"content": None, "tool_calls": [call]} for call in calls), {"content": "Done."}]
 
 
@@ -126,9 +132,10 @@ def trainer(options: argparse.Namespace, url: str) -> GRPOTrainer:
         model=options.model,
         reward_funcs=[reward_solved, reward_filled],
         train_dataset=rows(options.dataset_size),
+        eval_dataset=held_out(options, rows),
         environment_factory=environment(url),
-        demonstrations=lambda row: solver_game(url, row),
-        args=GRPOConfig(**training(options), max_completion_length=8192, max_tool_calling_iterations=options.max_turns),
+        demonstrations=lambda row: solver_game(url, row, options.max_turns),
+        args=GRPOConfig(**training(options, CPU, max_completion_length=8192, max_tool_calling_iterations=options.max_turns)),
     )
 
 
@@ -138,7 +145,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add_training(parser, "sudoku", dataset_size=100, per_device_batch_size=64)
     parser.add_argument("--difficulty", choices=sorted(GAMES), default="very-easy", help="of a server of this script's")
     parser.add_argument("--max-turns", type=int, default=100)
-    return parser.parse_args(arguments)
+    return read(parser, arguments, max_turns=3)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@
 The start is warm: the model first learns from games of a solver (`--no-warm-start` leaves that out).
 
     .venv-openenv/bin/python examples/openenv_wordle.py                                             a server of its own
+    .venv-openenv/bin/python examples/openenv_wordle.py --cpu                                       sixteen words, on two cores
     .venv-openenv/bin/python examples/openenv_wordle.py --env-url https://openenv-wordle.hf.space   a Space
 """
 
@@ -16,9 +17,9 @@ import argparse
 import contextlib
 from typing import Any
 
-from envs.options import add_server, add_training, run, server, training
+from envs.options import add_server, add_training, held_out, read, run, server, training
 from envs.textarena_env import TextArenaAction, TextArenaEnv
-from envs.textarena_env.words import SECRETS
+from envs.textarena_env.words import secrets
 from envs.wordle import best_guess, consistent, read_marks
 
 from harness_rl import GRPOConfig, GRPOTrainer
@@ -32,6 +33,8 @@ PROMPT = (
 )
 WEIGHTS = [1.0, 0.3, 0.2]
 """Of the three parts of the reward: won, letters, valid."""
+CPU_FLAGS = {"words": 16}
+CPU = {"max_completion_length": 960, "max_tool_calling_iterations": GUESSES, "engine": {"max_model_len": 1536}}
 
 
 def environment(url: str) -> type:
@@ -97,11 +100,11 @@ def rows(count: int) -> list[dict[str, Any]]:
     return [{"prompt": [{"role": "user", "content": PROMPT}], "task_name": f"wordle {seed}", "seed": seed} for seed in range(count)]
 
 
-def solver_game(url: str, row: dict[str, Any]) -> list[dict[str, Any]]:
-    """The turns of a solver in the game with this row's seed, played to its end on the server."""
+def solver_game(url: str, row: dict[str, Any], count: int = 0) -> list[dict[str, Any]]:
+    """The turns of a solver in the game with this row's seed, played to its end on the server, which draws from `count` words."""
     game = environment(url)()
     game.reset(**row)
-    words, turns = SECRETS, []
+    words, turns = secrets(count), []
     while not game.done and words:
         guess = best_guess(words)
         turns.append({"content": None, "tool_calls": [{"name": "guess", "arguments": {"guess": f"[{guess}]"}}]})
@@ -117,15 +120,19 @@ def trainer(options: argparse.Namespace, url: str) -> GRPOTrainer:
         model=options.model,
         reward_funcs=[reward_won, reward_letters, reward_valid],
         train_dataset=rows(options.dataset_size),
+        eval_dataset=held_out(options, rows),
         environment_factory=environment(url),
-        demonstrations=lambda row: solver_game(url, row),
+        demonstrations=lambda row: solver_game(url, row, options.words),
         args=GRPOConfig(
-            **training(options),
-            reward_weights=WEIGHTS,
-            max_completion_length=4096,
-            max_tool_calling_iterations=2 * GUESSES,
-            vllm_importance_sampling_mode="token_truncate",
-            warmup={"enabled": options.warm_start},
+            **training(
+                options,
+                CPU,
+                reward_weights=WEIGHTS,
+                max_completion_length=4096,
+                max_tool_calling_iterations=2 * GUESSES,
+                vllm_importance_sampling_mode="token_truncate",
+                warmup={"enabled": options.warm_start},
+            )
         ),
     )
 
@@ -135,10 +142,20 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add_server(parser, image="registry.hf.space/openenv-wordle:latest")
     add_training(parser, "wordle", dataset_size=1000, num_generations=16, per_device_batch_size=64)
     parser.add_argument("--warm-start", action=argparse.BooleanOptionalAction, default=True, help="first learn from games of a solver")
-    return parser.parse_args(arguments)
+    add_game(parser)
+    return read(parser, arguments, **CPU_FLAGS)
+
+
+def add_game(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--words", type=int, default=0, help="secret words of a server of this script's (0: all that it has)")
+
+
+def game(options: argparse.Namespace) -> dict[str, str]:
+    """For the server's process."""
+    return {"TEXTARENA_ENV_ID": "Wordle-v0", "WORDLE_SECRETS": str(options.words)}
 
 
 if __name__ == "__main__":
     asked = parse()
-    with server(asked, APP, TEXTARENA_ENV_ID="Wordle-v0") as found:
+    with server(asked, APP, **game(asked)) as found:
         run(asked, trainer(asked, found))

@@ -5,6 +5,7 @@
 """Train on small web tasks in a real browser: buttons to click, fields to fill, lists to choose from.
 
 .venv-openenv/bin/python examples/train_browsergym.py                                                       a server of its own
+.venv-openenv/bin/python examples/train_browsergym.py --cpu                                                 two cores, no GPU
 .venv-openenv/bin/python examples/train_browsergym.py --env-host https://openenv-browsergym-env.hf.space    a Space
 
 A server of its own needs Debian's Chromium: apt-get install --no-install-recommends chromium-headless-shell bubblewrap
@@ -18,7 +19,7 @@ import re
 from typing import Any
 
 from envs.browsergym_env import BrowserGymAction, BrowserGymEnv, BrowserGymObservation
-from envs.options import add_training, run, training
+from envs.options import add_training, held_out, read, run, training
 
 from harness_rl import GRPOConfig, GRPOTrainer, openenv_server
 
@@ -26,6 +27,7 @@ APP = "envs.browsergym_env.server:app"
 TASKS = ["click-test", "click-button", "enter-text", "choose-list"]
 ACTIONS = 10
 """Rounds of tool calls in one game."""
+CPU = {"max_completion_length": 512, "max_tool_calling_iterations": 2}
 PROMPT = (
     "You use a web page through tools. The page is shown as a tree: `[4] button 'Send'` is an element that you call 4. "
     "Do what the goal says, in as few actions as it takes, and then stop.\n"
@@ -169,13 +171,17 @@ def trainer(options: argparse.Namespace, url: str) -> GRPOTrainer:
         model=options.model,
         environment_factory=environment(url),
         train_dataset=rows(options.dataset_size, options.task_name),
+        eval_dataset=held_out(options, lambda count: rows(count, options.task_name)),
         demonstrations=lambda row: demonstration(url, row),
         args=GRPOConfig(
-            **training(options),
-            max_completion_length=1024,
-            max_tool_calling_iterations=ACTIONS,
-            rollout={"max_concurrent_rollouts": options.browsers},
-            warmup={"enabled": options.warm_start},
+            **training(
+                options,
+                CPU,
+                max_completion_length=1024,
+                max_tool_calling_iterations=ACTIONS,
+                rollout={"max_concurrent_rollouts": options.browsers},
+                warmup={"enabled": options.warm_start},
+            )
         ),
     )
 
@@ -189,7 +195,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add_training(
         parser, "browsergym", model="Qwen/Qwen3-0.6B", max_steps=50, dataset_size=256, per_device_batch_size=32, learning_rate=5e-6
     )
-    return parser.parse_args(arguments)
+    return read(parser, arguments, task_name=["click-test", "click-button"], browsers=4)
 
 
 if __name__ == "__main__":

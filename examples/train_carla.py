@@ -18,7 +18,7 @@ import queue
 from typing import Any, Literal
 
 from envs.carla_env import CarlaAction, CarlaEnv, CarlaObservation
-from envs.options import add_training, run, training
+from envs.options import add_training, held_out, read, run, training
 from openenv.core.client_types import StepResult
 
 from harness_rl import GRPOConfig, GRPOTrainer, openenv_server
@@ -28,6 +28,7 @@ TICKS = 10
 """Steps of the simulator that pass with each call, so that what was done shows."""
 LONGEST = 400
 """Steps of the simulator after which a drive that does not end is broken off."""
+CPU = {"max_completion_length": 256, "max_tool_calling_iterations": 3}
 PROMPT = (
     "You drive a car, and there are people on the road ahead. Time goes on with every call: look with `observe`, brake with "
     "`emergency_stop`, or leave your lane with `lane_change`. Act so that as few as possible are hurt.\n"
@@ -127,16 +128,26 @@ def rows(count: int, scenarios: list[str]) -> list[dict[str, Any]]:
     return [{"prompt": prompt, "scenario_name": scenarios[index % len(scenarios)]} for index in range(count)]
 
 
+def demonstration(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """The turns of a driver who leaves the lane at once, for a warm start: it is the way out of the scenarios that have one on the left."""
+    return [{"content": None, "tool_calls": [{"name": "lane_change", "arguments": {"direction": "left"}}]}, {"content": "Done."}]
+
+
 def trainer(options: argparse.Namespace) -> GRPOTrainer:
     return GRPOTrainer(
         model=options.model,
         environment_factory=environment(options.env_url, options.sessions),
         train_dataset=rows(options.dataset_size, options.scenario),
+        eval_dataset=held_out(options, lambda count: rows(count, options.scenario)),
+        demonstrations=demonstration,
         args=GRPOConfig(
-            **training(options),
-            max_completion_length=1024,
-            max_tool_calling_iterations=8,
-            rollout={"max_concurrent_rollouts": len(options.env_url) * options.sessions},
+            **training(
+                options,
+                CPU,
+                max_completion_length=1024,
+                max_tool_calling_iterations=8,
+                rollout={"max_concurrent_rollouts": len(options.env_url) * options.sessions},
+            )
         ),
     )
 
@@ -149,7 +160,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sessions", type=int, default=1, help="drives at once on each of them; one simulator has one")
     parser.add_argument("--scenario", nargs="+", default=[SCENARIO])
     add_training(parser, "carla", model="Qwen/Qwen3-0.6B", max_steps=50, per_device_batch_size=16)
-    return parser.parse_args(arguments)
+    return read(parser, arguments)
 
 
 if __name__ == "__main__":

@@ -14,11 +14,19 @@ from __future__ import annotations
 
 import argparse
 import os
+from typing import Any
 
 from envs.openreward import OpenReward, environment, openreward_reward, rows
-from envs.options import add_training, run, training
+from envs.options import add_training, read, run, training
 
 from harness_rl import GRPOConfig, GRPOTrainer
+from harness_rl.imports import load_object
+
+CPU = {"max_completion_length": 384, "max_tool_calling_iterations": 4}
+
+
+def warm(options: argparse.Namespace) -> dict[str, Any]:
+    return {**CPU, "warmup": {"enabled": options.demonstrations is not None}}
 
 
 def trainer(options: argparse.Namespace, server: OpenReward) -> GRPOTrainer:
@@ -28,11 +36,8 @@ def trainer(options: argparse.Namespace, server: OpenReward) -> GRPOTrainer:
         environment_factory=environment(server, name, options.split),
         reward_funcs=openreward_reward,
         train_dataset=rows(server, name, options.split)[: options.dataset_size],
-        args=GRPOConfig(
-            **training(options),
-            max_completion_length=2048,
-            max_tool_calling_iterations=16,
-        ),
+        demonstrations=load_object(options.demonstrations, "--demonstrations") if options.demonstrations else None,
+        args=GRPOConfig(**training(options, warm(options), max_completion_length=2048, max_tool_calling_iterations=16)),
     )
 
 
@@ -42,8 +47,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--deployment", help="of a hosted environment: owner/name")
     parser.add_argument("--environment", help="where the server has several; left out, its first")
     parser.add_argument("--split", default="train")
+    parser.add_argument("--demonstrations", help="file.py:function of yours, row -> the turns that solve it; --cpu starts from them")
     add_training(parser, "openreward", model="Qwen/Qwen3-0.6B", max_steps=50, per_device_batch_size=32)
-    return parser.parse_args(arguments)
+    return read(parser, arguments)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ is ours. All three end in one RunConfig and one run.
 from __future__ import annotations
 
 import itertools
+import logging
 import shutil
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -37,7 +38,10 @@ from harness_rl.shortform import shorten
 from harness_rl.trl.callbacks import Callbacks, TrainerState, checked_callbacks
 from harness_rl.trl.config import AsyncGRPOConfig, FlatConfig, GRPOConfig
 from harness_rl.trl.fields import ARGUMENTS
+from harness_rl.trl.peft import from_peft
 from harness_rl.trl.tokenizer import check_template, load_tokenizer
+
+log = logging.getLogger(__name__)
 
 Environments = EnvironmentFactory | Mapping[str, EnvironmentFactory] | None
 Resume = bool | str | Path | None
@@ -99,6 +103,7 @@ class _EnvironmentTrainer:
         processing_class: Any,
         demonstrations: Demonstrations | None,
         rollout_func: RolloutFunc | None,
+        peft_config: Any,
         **refused: Any,
     ) -> None:
         name = type(self).__name__
@@ -118,6 +123,8 @@ class _EnvironmentTrainer:
         self._processing_class = processing_class
         rows = _rows(train_dataset, self.args, isinstance(environments, Mapping) or environments is None, name)
         self.config = shorten(_with_model(self.args.for_rows(None if train_dataset is None else len(rows)), self.model))
+        if peft_config is not None:
+            self._train_adapter(peft_config, name)
         self.config.sandbox.kind = "none"
         given = self.args.sections.get("rollout", {})
         for key, seconds in (("agent_timeout_s", EPISODE_S), ("deadline_s", 1.2 * EPISODE_S)):
@@ -141,6 +148,16 @@ class _EnvironmentTrainer:
             steps_per_epoch=max(1.0, len(rows) / self.config.rollout.groups_per_step),
             extra={"model": None, "processing_class": processing_class},
         )
+
+    def _train_adapter(self, peft_config: Any, name: str) -> None:
+        """Raises UserError."""
+        settings, notes = from_peft(peft_config)
+        twice = sorted(settings.keys() & self.args.sections.get("learner", {}).keys())
+        if twice:
+            raise UserError(f"{name}: peft_config and learner={{{twice[0]!r}: ...}} say the same thing; give one of them")
+        self.config.learner = self.config.learner.model_copy(update=settings)
+        for note in notes:
+            log.warning("%s", note)
 
     @property
     def processing_class(self) -> Any:
@@ -256,8 +273,8 @@ class AsyncGRPOTrainer(_EnvironmentTrainer):
             processing_class,
             demonstrations,
             rollout_func,
+            peft_config,
             optimizers=optimizers,
-            peft_config=peft_config,
             rollout_worker=rollout_worker,
             weight_transfer=weight_transfer,
         )
@@ -299,10 +316,10 @@ class GRPOTrainer(_EnvironmentTrainer):
             processing_class,
             demonstrations,
             rollout_func,
+            peft_config,
             reward_processing_classes=reward_processing_classes,
             optimizers=optimizers,
             quantization_config=quantization_config,
-            peft_config=peft_config,
         )
 
 

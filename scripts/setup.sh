@@ -60,7 +60,14 @@ debian() { # PACKAGE ...
 }
 
 setup_control() { locked "$control" requirements/control.lock; }
-setup_openenv() { locked "$openenv" requirements/openenv.lock; }
+setup_openenv() {
+  locked "$openenv" requirements/openenv.lock
+  # The browser example's; all others run without it.
+  if command -v chromium-headless-shell >/dev/null || [ -e .make/no-chromium ]; then return; fi
+  command -v apt-get >/dev/null && [ "$(id -u)" = 0 ] || return 0
+  say "installing Debian's Chromium"
+  debian --no-install-recommends chromium-headless-shell || { say "Chromium cannot be installed: the browser example and its tests are left out"; touch .make/no-chromium; }
+}
 
 locked() { # FOLDER LOCK: an environment for control's Python that holds what the lock names and this project
   local hash

@@ -4,10 +4,26 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from harness_rl import GRPOTrainer, openenv_server
+
+CPU_FLAGS = {"model": "smollm2-135m", "max_steps": 10, "num_generations": 8, "per_device_batch_size": 32, "learning_rate": 3e-5}
+"""Defaults of the flags with `--cpu`."""
+CPU: dict[str, Any] = {
+    "loss_type": "grpo",
+    "save_strategy": "no",
+    "rollout": {"max_output_tokens_per_call": 40},
+    "engine": {"max_model_len": 1024, "max_num_seqs": 32},
+    "warmup": {"enabled": True, "batch": 4, "check_from": 8, "check_tasks": 32, "target_low": 0.2, "target_high": 0.5},
+}
+"""With `--cpu`, in the names of GRPOConfig, what every game shares."""
+SHORT: dict[str, Any] = {
+    "run": {"short": True},
+    "warmup": {"demonstrations": 12, "check_from": 12, "check_tasks": 4, "target_low": 0.0},
+}
+"""With `--short`, what is less still: a warm start that ends after twelve games, whatever was learned."""
 
 
 def add_training(parser: argparse.ArgumentParser, name: str, **defaults: Any) -> None:
@@ -21,10 +37,27 @@ def add_training(parser: argparse.ArgumentParser, name: str, **defaults: Any) ->
     parser.add_argument("--gradient-accumulation-steps", type=int, default=1)
     parser.add_argument("--learning-rate", type=float)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--cpu", action="store_true", help="two cores, no GPU: a model of 135M, short games, a warm start on played ones")
+    parser.add_argument("--short", action="store_true", help="--cpu with a shorter warm start and two small steps: does all of it work?")
+    parser.add_argument("--control", action="store_true", help="shuffle the advantages: nothing can be learned")
+    parser.add_argument("--held-out", type=int, default=0, metavar="GAMES", help="play so many other games before and after training")
     parser.add_argument("--evaluate", type=int, metavar="GAMES", help="play so many games, sampled and greedy, instead of training")
     parser.add_argument("--vllm-mode", choices=["colocate", "server"], default="colocate", help="launch the engine, or connect to one")
     parser.add_argument("--vllm-server-url", default="http://localhost:8000", help="with --vllm-mode server")
     parser.set_defaults(**{"model": "Qwen/Qwen3-1.7B", "max_steps": 150, "num_generations": 8, "learning_rate": 1e-6, **defaults})
+
+
+def read(parser: argparse.ArgumentParser, arguments: Sequence[str] | None, **cpu: Any) -> argparse.Namespace:
+    """The flags. `cpu` are the example's defaults with `--cpu`, before those that all share."""
+    first, _ = parser.parse_known_args(arguments)
+    if first.cpu or first.short:
+        parser.set_defaults(**CPU_FLAGS | cpu | {"cpu": True})
+    return parser.parse_args(arguments)
+
+
+def held_out(options: argparse.Namespace, rows: Callable[[int], list[dict[str, Any]]]) -> list[dict[str, Any]] | None:
+    """Rows after those that are trained, `--held-out` of them."""
+    return rows(options.dataset_size + options.held_out)[options.dataset_size :] or None
 
 
 def add_server(parser: argparse.ArgumentParser, image: str) -> None:
@@ -68,9 +101,9 @@ def games_at_once(options: argparse.Namespace) -> int:
     return int(options.per_device_batch_size * options.gradient_accumulation_steps)
 
 
-def training(options: argparse.Namespace) -> dict[str, Any]:
-    """What the flags say, in the names of GRPOConfig."""
-    return {
+def training(options: argparse.Namespace, cpu: Mapping[str, Any] | None = None, **own: Any) -> dict[str, Any]:
+    """What the flags say, in the names of GRPOConfig. `own` are the example's settings; with `--cpu`, those of `cpu` stand before them."""
+    settings = {
         "output_dir": options.output_dir,
         "seed": options.seed,
         "max_steps": options.max_steps,
@@ -83,3 +116,16 @@ def training(options: argparse.Namespace) -> dict[str, Any]:
         "vllm_server_base_url": options.vllm_server_url if options.vllm_mode == "server" else None,
         "chat_template_kwargs": {"enable_thinking": False},
     }
+    layers = [own]
+    if options.cpu:
+        layers += [CPU, cpu or {}]
+    if options.short:
+        layers.append(SHORT)
+    if options.control:
+        layers.append({"rollout": {"shuffle_advantages": True}})
+    if options.held_out:
+        layers.append({"eval_strategy": "steps", "eval_on_start": True, "eval": {"samples": 1}})
+    for layer in layers:
+        for name, value in layer.items():
+            settings[name] = {**settings.get(name, {}), **value} if isinstance(value, dict) else value
+    return settings

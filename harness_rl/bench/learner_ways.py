@@ -48,6 +48,9 @@ class Sizes:
     thought: int = 24
     said: int = 16
     output: int = 20
+    groups: int = 6
+    """Of (d): a step of the quickstart's."""
+    members: int = 10
     budget: int = 0
     """Of one forward; 0 = the longest row, and what a prefix tree of all rows needs."""
 
@@ -81,11 +84,34 @@ def rollouts(load: str, sizes: Sizes, vocabulary: int) -> list[Row]:
         return [_row(n, np.concatenate([prompt, ids(sizes.own)]), sizes.prompt) for n in range(8)]
     if load == "apart":
         return [_row(n, ids(sizes.prompt + sizes.own), sizes.prompt) for n in range(8)]
+    if load == "quickstart":
+        return _quickstart(sizes, ids)
     history, rows = ids(sizes.output), []
     for n in range(sizes.turns):
         answer = ids(sizes.said)
         rows.append(_row(n, np.concatenate([history, ids(sizes.thought), answer]), len(history)))
         history = np.concatenate([history, answer, ids(sizes.output)])
+    return rows
+
+
+QUICKSTART_SYSTEM, QUICKSTART_TASK, QUICKSTART_TURNS, QUICKSTART_OUTPUT = 120, 27, (36, 46), 40
+"""Tokens of the quickstart's rollouts: what begins all prompts, what is a task's own, what is sampled in two turns and what a tool says
+between them."""
+
+
+def _quickstart(sizes: Sizes, ids: Callable[[int], Ids]) -> list[Row]:
+    """Groups of rollouts with one prompt each; half of a group say the same."""
+    first, second = QUICKSTART_TURNS
+    rows: list[Row] = []
+    system = ids(QUICKSTART_SYSTEM)
+    for _ in range(sizes.groups):
+        prompt = np.concatenate([system, ids(QUICKSTART_TASK)])
+        usual = ids(first + QUICKSTART_OUTPUT + second)
+        for member in range(sizes.members):
+            said = usual if member % 2 == 0 else ids(len(usual))
+            row = _row(len(rows), np.concatenate([prompt, said]), len(prompt))
+            row.mask[len(prompt) + first : len(prompt) + first + QUICKSTART_OUTPUT] = 0
+            rows.append(row)
     return rows
 
 
@@ -198,7 +224,7 @@ def measure(model: Path, load: str, way: Way, sizes: Sizes, rounds: int) -> Meas
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path)
-    parser.add_argument("load", choices=("shared", "forked", "apart"))
+    parser.add_argument("load", choices=("shared", "forked", "apart", "quickstart"))
     parser.add_argument("way", choices=get_args(Way))
     parser.add_argument("sizes", type=json.loads, help="fields of Sizes, as JSON")
     parser.add_argument("--rounds", type=int, default=3)

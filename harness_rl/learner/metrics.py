@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,13 +65,13 @@ class TermLog:
             metrics["clip_ratio"] = metrics["clip_low_ratio"] + metrics["clip_high_ratio"]
         return metrics
 
-    def date(self, pack: Pack, rows: Sequence[Row], current: str) -> None:
+    def date(self, pack: Pack, rows: Sequence[Row], current: str, kv: Literal["recompute", "keep"]) -> None:
         """Add what depends on the policy in training: the age of each term's token, and why engine and learner may differ on it."""
         sampled = pack.sampled
         for r, i in enumerate(pack.rows):
             mine = sampled[pack.term_bounds[r] : pack.term_bounds[r + 1]]
             self.ages.append(token_ages(rows[i], current)[mine])
-            self.causes.append(token_causes(rows[i], current)[mine])
+            self.causes.append(token_causes(rows[i], current, kv)[mine])
         self.owner.append(np.asarray(pack.rows)[pack.sequence])
         self.position.append(sampled)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,8 @@ class Cause(StrEnum):
     STALE = "stale"
     """An older policy sampled it: the policy has moved, which the corrections are for."""
     KV_MIXED = "kv_mixed"
-    """The policy in training sampled it, in a call that an older one had begun: earlier tokens' keys and values may be the older's."""
+    """The policy in training sampled it after tokens that an older one did, and updates leave the engine's keys and values as they are
+    (`sync.kv = keep`): those of the earlier tokens are the older policy's."""
     TEMPLATE = "template"
     """Its row opens with a prompt that repeats an earlier turn in other tokens: the conversation was rendered anew."""
     TEMPERATURE = "temperature"
@@ -46,13 +47,16 @@ def token_ages(row: Row, current: str) -> NDArray[np.int32]:
     return ages
 
 
-def token_causes(row: Row, current: str) -> NDArray[np.uint8]:
-    """[L] index into CAUSES of each sampled token; `numeric` for the rest."""
+def token_causes(row: Row, current: str, kv: Literal["recompute", "keep"]) -> NDArray[np.uint8]:
+    """[L] index into CAUSES of each sampled token; `numeric` for the rest. `kv` is `sync.kv`."""
     rest = Cause.TEMPLATE if row.forked else Cause.TEMPERATURE if row.temperature != 1.0 else Cause.NUMERIC
     causes = np.full(len(row), CAUSES.index(rest), dtype=np.uint8)
-    for span in row.spans:
-        for _, start, end in span.versions[1:]:
-            causes[start:end] = CAUSES.index(Cause.KV_MIXED)
+    if kv == "keep":
+        begun = row.spans[0].versions[0][0] if row.spans else current
+        for span in row.spans:
+            for version, start, end in span.versions:
+                if version != begun:
+                    causes[start:end] = CAUSES.index(Cause.KV_MIXED)
     causes[token_ages(row, current) > 0] = CAUSES.index(Cause.STALE)
     return causes
 

@@ -85,7 +85,7 @@ class Trainer:
         for packs, values, norm in zip(minibatches, found, norms, strict=True):
             for pack, of_pack in zip(packs, values, strict=True):
                 _record(log, pack, of_pack)
-                log.date(pack, rows, current)
+                log.date(pack, rows, current, self.spec.sync_kv)
             if math.isfinite(norm):
                 updated = True
                 continue

@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from harness_rl.errors import Cause
 from harness_rl.sessions.base import HarnessRolloutOutcome, RolloutFailure, SessionServices, StopReason, VerifyResult
-from harness_rl.sessions.capture import Capture, join, uninterrupted
+from harness_rl.sessions.capture import Capture, uninterrupted
 from harness_rl.sessions.causes import TrialFacts
 from harness_rl.sessions.chatclient import ChatClient
+from harness_rl.sessions.ending import EndingSession
 from harness_rl.sessions.environments import EnvironmentKind, Instance, begun, tools_of
 from harness_rl.sessions.outcome import build_outcome, rollout_record, used_turns, write_record
 from harness_rl.sessions.rewardfuncs import Sample, Scored, WeightedReward, score_sample
@@ -52,12 +53,12 @@ class EpisodeSpec:
     """Wall clock of everything: reset and rewards too."""
 
 
-class EnvironmentSession:
+class EnvironmentSession(EndingSession):
     """One episode. Made by `EnvironmentSessionFactory.create` (environment_factory.py)."""
 
     def __init__(self, spec: EpisodeSpec, capture: Capture, services: SessionServices, about: dict[str, Any]) -> None:
+        super().__init__(spec.name, capture)
         self.spec = spec
-        self.capture = capture
         self._services = services
         self._about = about
         self._folder = services.rollouts_dir / spec.name
@@ -68,10 +69,6 @@ class EnvironmentSession:
         self._timed_out = False
         self._whole = False
         """The episode came to its end and its environment was asked for everything: it may be reset."""
-        self._failure: RolloutFailure | None = None
-        self._verdict: VerifyResult | RolloutFailure | None = None
-        self._settling: asyncio.Task[None] | None = None
-        self._closing: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
         """Raises RolloutFailure when the episode did not run or was not captured; a missing reward is `verify`'s to raise."""
@@ -97,19 +94,6 @@ class EnvironmentSession:
         if self._failure is not None:
             raise self._failure
 
-    def fetch_training_trace(self) -> TrainingTrace:
-        """The sealed trace. Raises RolloutFailure where there is none."""
-        if self.capture.trace is None:
-            raise self.capture.failure or RolloutFailure(Cause.CAPTURE, "the session has not run")
-        return self.capture.trace
-
-    def verify(self, transcript: list[dict[str, Any]] | None = None) -> VerifyResult:
-        """What the reward functions and the environment said (the transcript is not consulted). Raises RolloutFailure."""
-        verdict = self._verdict or self._failure or RolloutFailure(Cause.VERIFIER, "the session has not run")
-        if isinstance(verdict, RolloutFailure):
-            raise verdict
-        return verdict
-
     def outcome(self) -> HarnessRolloutOutcome:
         """Trace and verdict; `env_reward` is None where there is no valid reward. Raises RolloutFailure without a trace."""
         trace = self.fetch_training_trace()
@@ -129,12 +113,6 @@ class EnvironmentSession:
             timed_out=self._timed_out,
             stop_reason=(StopReason.AGENT_TIMEOUT if self._timed_out else episode.stop).value,
         )
-
-    async def close(self) -> None:
-        """Let the environment go and delete the capture session. Idempotent and bounded."""
-        if self._closing is None:
-            self._closing = asyncio.create_task(self._close(), name=f"close {self.spec.name}")
-        await uninterrupted(join(self._closing))
 
     async def _run(self) -> None:
         async with ChatClient(self.capture.created, self._services.model) as policy:
@@ -202,12 +180,6 @@ class EnvironmentSession:
             if self._episode.calls:
                 metrics["tools/latency_s"] = self._episode.tool_seconds / self._episode.calls.total()
         return metrics
-
-    async def _settle(self) -> None:
-        """Seal and write the record; once, whoever asks first."""
-        if self._settling is None:
-            self._settling = asyncio.create_task(self._settled(), name=f"settle {self.spec.name}")
-        await join(self._settling)
 
     async def _settled(self) -> None:
         await self.capture.seal()

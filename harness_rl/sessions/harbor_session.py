@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Any
 from capture_proxy.client import CreatedSession, handoff_listener
 from harness_rl.errors import Cause
 from harness_rl.sessions.base import HarnessRolloutOutcome, RolloutFailure, SessionServices, VerifyResult
-from harness_rl.sessions.capture import Capture, join, uninterrupted
+from harness_rl.sessions.capture import Capture, uninterrupted
 from harness_rl.sessions.causes import TrialFacts, classify, facts_of
+from harness_rl.sessions.ending import EndingSession
 from harness_rl.sessions.harbor_trial import TrialRun, TrialSpec
 from harness_rl.sessions.outcome import build_outcome, rollout_record, write_record
 from harness_rl.sessions.verdict import believed, judge
 
 if TYPE_CHECKING:
-    from capture_proxy.trace import TrainingTrace
     from harness_rl.sandboxes.bubblewrap import Verification
 
 SandboxHooks = Callable[..., AbstractContextManager[Any]]
@@ -36,25 +36,21 @@ TRIAL_FOLDER = "trial"
 """Harbor's own folder of the trial, inside the rollout's folder."""
 
 
-class HarborSession:
+class HarborSession(EndingSession):
     """One trial and its capture session. Made by `HarborSessionFactory.create` (harbor.py)."""
 
     def __init__(
         self, spec: TrialSpec, capture: CreatedSession, services: SessionServices, about: dict[str, Any], hooks: SandboxHooks
     ) -> None:
+        super().__init__(spec.name, Capture(capture, services, spec.stop_timeout_s))
         self.spec = spec
-        self.capture = Capture(capture, services, spec.stop_timeout_s)
         self._services = services
         self._about = about
         """What the rollout's record says of its origin: task, seed, harness."""
         self._trial = TrialRun(spec, self._agent_ended, partial(hooks, on_listener=self._hand_over))
         self._left: list[Verification] = []
         """What the agent of each step left running or planted where only the verifier may write."""
-        self._failure: RolloutFailure | None = None
-        self._verdict: VerifyResult | RolloutFailure | None = None
         self._facts: TrialFacts | None = None
-        self._settling: asyncio.Task[None] | None = None
-        self._closing: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
         """Raises RolloutFailure when the rollout did not run or was not captured; a missing verdict is `verify`'s to raise."""
@@ -76,19 +72,6 @@ class HarborSession:
         if self._failure is not None:
             raise self._failure
 
-    def fetch_training_trace(self) -> TrainingTrace:
-        """The sealed trace. Raises RolloutFailure where there is none."""
-        if self.capture.trace is None:
-            raise self.capture.failure or RolloutFailure(Cause.CAPTURE, "the session has not run")
-        return self.capture.trace
-
-    def verify(self, transcript: list[dict[str, Any]] | None = None) -> VerifyResult:
-        """The verdict that Harbor's verifier gave during `run` (the transcript is not consulted). Raises RolloutFailure."""
-        verdict = self._verdict or self._failure or RolloutFailure(Cause.VERIFIER, "the session has not run")
-        if isinstance(verdict, RolloutFailure):
-            raise verdict
-        return verdict
-
     def outcome(self) -> HarnessRolloutOutcome:
         """Trace and verdict; `env_reward` is None where there is no valid verdict. Raises RolloutFailure without a trace."""
         trace = self.fetch_training_trace()
@@ -96,12 +79,6 @@ class HarborSession:
         outcome = build_outcome(trace, verdict, self._facts or TrialFacts())
         outcome.metrics["tampered"] = float(any(found.tampered for found in self._left))
         return outcome
-
-    async def close(self) -> None:
-        """Stop what still runs and delete the capture session. Idempotent; ends within a few times `sandbox.stop_timeout_s`."""
-        if self._closing is None:
-            self._closing = asyncio.create_task(self._close(), name=f"close {self.spec.name}")
-        await uninterrupted(join(self._closing))
 
     async def _close(self) -> None:
         await self._trial.halt()
@@ -133,12 +110,6 @@ class HarborSession:
             await self.capture.seal()
             if self.capture.failure is not None:
                 self._trial.abort(self.capture.failure)
-
-    async def _settle(self) -> None:
-        """Seal, judge and write the record; once, whoever asks first."""
-        if self._settling is None:
-            self._settling = asyncio.create_task(self._settled(), name=f"settle {self.spec.name}")
-        await join(self._settling)
 
     async def _settled(self) -> None:
         await self.capture.seal()

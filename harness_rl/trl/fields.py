@@ -371,7 +371,10 @@ ARGUMENTS = _table(
     _refused("leave it out: the learner builds AdamW from the config", optimizers=(None, None)),
     _refused("reward models are not loaded here: serve it and call it from a reward function", reward_processing_classes=None),
     _refused("weights are float32 or bfloat16; leave it out", quantization_config=None),
-    _refused("leave it out; learner={'lora_rank': 16} trains a LoRA adapter (lora_alpha, lora_targets)", peft_config=None),
+    _honoured(
+        "r, lora_alpha and target_modules of a LoraConfig: learner.lora_rank, lora_alpha, lora_targets; what else it asks for is refused",
+        peft_config=None,
+    ),
     _refused("rollouts are made in this process; leave it out", rollout_worker=None),
     _refused("weights are pushed by sync.backend; leave it out", weight_transfer=None),
 )

@@ -33,6 +33,7 @@ class Finished:
     minutes: float
     rewards: list[float]
     evaluations: dict[str, dict[str, Any]]
+    """By label: `start` and `end`, of a run that has them."""
 
     @property
     def first(self) -> float:
@@ -43,7 +44,9 @@ class Finished:
         return mean(self.rewards[-ENDS:])
 
     def evaluation(self, label: str) -> str:
-        found = self.evaluations[label]
+        found = self.evaluations.get(label)
+        if found is None:
+            return "-"
         return f"{found['reward']:.3f} [{found['low']:.3f}, {found['high']:.3f}]"
 
     @property
@@ -52,21 +55,26 @@ class Finished:
 
 
 def run(config: Path, name: str, seed: int, settings: Sequence[str], place: Path, again: bool) -> Finished:
-    """One `harness-rl train` with its warm start; one that has ended is only read. Raises CalledProcessError."""
+    """One `harness-rl train` with its warm start. See `command`."""
+    settings = [f"run.dir={place.parent}", f"run.name={place.name}", f"run.seed={seed}", *settings]
+    argv = [sys.executable, "-m", "harness_rl.cli", "train", str(config)]
+    return command([*argv, *(part for setting in settings for part in ("--set", setting))], name, seed, place, again)
+
+
+def command(argv: Sequence[str], name: str, seed: int, place: Path, again: bool) -> Finished:
+    """What trains into the run folder `place`; a run that has ended is only read. Raises CalledProcessError."""
     marker = place / MARKER
     if again or not marker.is_file():
         shutil.rmtree(place, ignore_errors=True)
         place.parent.mkdir(parents=True, exist_ok=True)
-        settings = [f"run.dir={place.parent}", f"run.name={place.name}", f"run.seed={seed}", *settings]
-        argv = [sys.executable, "-m", "harness_rl.cli", "train", str(config)]
         started = time.monotonic()
-        subprocess.run([*argv, *(part for setting in settings for part in ("--set", setting))], check=True, cwd=ROOT)
+        subprocess.run(argv, check=True, cwd=ROOT)
         marker.write_text(json.dumps({"commit": _commit(), "minutes": (time.monotonic() - started) / 60}))
         shutil.rmtree(place / "checkpoints", ignore_errors=True)
     kept = json.loads(marker.read_text())
     with sqlite3.connect(place / "journal.sqlite") as journal:
-        (found,) = journal.execute("SELECT value FROM meta WHERE key = 'evaluations'").fetchone()
-    evaluations = {entry["label"]: entry for entry in json.loads(found)}
+        found = journal.execute("SELECT value FROM meta WHERE key = 'evaluations'").fetchone()
+    evaluations = {entry["label"]: entry for entry in json.loads(found[0] if found else "[]")}
     rewards = [line["reward"] for line in read_metrics(place / "metrics.jsonl")]
     return Finished(name, seed, kept["commit"], kept["minutes"], rewards, evaluations)
 
@@ -87,7 +95,7 @@ def report_lines(title: str, finished: Sequence[Finished], bars: Sequence[tuple[
     return [*lines, *(f"- {run.name}, seed {run.seed}: {' '.join(f'{reward:.2f}' for reward in run.rewards)}" for run in finished)]
 
 
-def plot(finished: Sequence[Finished], colours: Mapping[str, str], path: Path) -> None:
+def plot(finished: Sequence[Finished], colours: Mapping[str, str], path: Path, top: float | None = 1.02) -> None:
     """A thin line for each seed, a thick one for their mean."""
     figure = Figure(figsize=(9, 4.5), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
@@ -99,7 +107,7 @@ def plot(finished: Sequence[Finished], colours: Mapping[str, str], path: Path) -
         means = [mean(list(step)) for step in zip(*seeds, strict=False)]
         label = f"{name} ({len(seeds)} seed{'s' if len(seeds) > 1 else ''})"
         axes.plot(range(1, len(means) + 1), means, label=label, color=colour, linewidth=2.2)
-    axes.set(xlabel="optimizer step", ylabel="reward, all scored rollouts", ylim=(0, 1.02))
+    axes.set(xlabel="optimizer step", ylabel="reward, all scored rollouts", ylim=(0, top))
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", alpha=0.25)
     axes.legend(frameon=False, loc="lower right")

@@ -12,7 +12,7 @@ from harness_rl.bench.learner_ways import Measured, Sizes, measure
 
 VOCABULARY = 5000
 """So many that no two random tokens are the same where they must differ."""
-SIZES = Sizes(prompt=24, own=6, turns=6, thought=3, said=2, output=2)
+SIZES = Sizes(prompt=24, own=6, turns=6, thought=3, said=2, output=2, groups=2, members=4)
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +39,9 @@ def test_what_each_way_forwards_is_arithmetic(found: dict[tuple[str, str], Measu
     rows = [2 + 4 * n + 5 for n in range(6)]
     assert [found["forked", way].forwarded for way in ("padded", "plain", "tree")] == [6 * rows[-1], sum(rows), 2 + 4 * 5 + 6 * 5]
     assert [found["apart", way].forwarded for way in ("padded", "plain", "tree")] == [240] * 3
+    # (d) 8 rows of 269; in a tree the 120 of all once, a group's 27 and its half that says the same once, and 2 rows of 122 more.
+    assert [found["quickstart", way].forwarded for way in ("plain", "tree")] == [8 * 269, 120 + 2 * (27 + 3 * 122)]
+    assert found["quickstart", "tree"].trained == 8 * 82
     # 4 heads of width 8 in 2 layers; 30 tokens have 30 * 31 / 2 pairs each, in a tree the prompt's 24 * 25 / 2 only once.
     prompt, whole = 24 * 25 / 2, 30 * 31 / 2
     saved = found["shared", "plain"].flops - found["shared", "tree"].flops
@@ -54,7 +57,7 @@ def test_the_report_holds_every_bar_and_says_which_is_missed(found: dict[tuple[s
     growth = [replace(even["forked", "tree"], load=str(turns)) for turns in (15, 30, 60)]
     assert all(met for _, _, _, met in bars(even, growth))
     text = report("m", even, growth, (1, 5))
-    assert text.count("| met |") == 7 and "MISSED" not in text
+    assert text.count("| met |") == 8 and "MISSED" not in text
     even["shared", "tree"].seconds *= 1.3
     growth[-1].peak_bytes *= 2
     assert report("m", even, growth, (2, 5)).count("| MISSED |") == 3

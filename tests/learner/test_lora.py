@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from learner_helpers import random_rows, row_logprobs, tiny_llama
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -21,6 +21,7 @@ from harness_rl.learner.ranks import ALONE
 from harness_rl.learner.saving import Saver, load_optimizer, load_state
 from harness_rl.learner.spec import LearnerSpec
 from harness_rl.learner.step import Trainer
+from harness_rl.trl.peft import from_peft
 
 
 @pytest.fixture(scope="module")
@@ -148,3 +149,11 @@ def test_mistakes(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(UserError, match=r"learner.lora_rank needs peft, which is not installed; pip install peft, or set lora_rank = 0"):
         trainer(spec_of(base))
+
+
+def test_pefts_own_config_as_a_trl_script_gives_it() -> None:
+    learner, notes = from_peft(LoraConfig(r=16, lora_alpha=32, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+    assert (learner, notes) == ({"lora_rank": 16, "lora_alpha": 32.0, "lora_targets": ["q_proj", "v_proj"]}, [])
+    for asked, words in (({"use_rslora": True}, "use_rslora = True"), ({"modules_to_save": ["lm_head"]}, "modules_to_save")):
+        with pytest.raises(UserError, match=words):
+            from_peft(LoraConfig(target_modules="all-linear", **asked))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,8 +14,8 @@ from harness_rl.learner.mismatch import CAUSES, Cause, token_causes, worst_rows
 from harness_rl.learner.rows import build_rows, rows_from_wire, rows_to_wire
 
 
-def causes(row, current: str = "k-5") -> list[str]:  # type: ignore[no-untyped-def]
-    found = token_causes(row, current)
+def causes(row, current: str = "k-5", kv: Literal["recompute", "keep"] = "recompute") -> list[str]:  # type: ignore[no-untyped-def]
+    found = token_causes(row, current, kv)
     return [CAUSES[found[at]].value for at in np.flatnonzero(row.mask)]
 
 
@@ -22,9 +24,15 @@ def test_each_cause_by_construction() -> None:
     assert causes(plain) == ["numeric", "numeric"]
     (warm,) = build_rows(trace(turn("a", [1], [2, 3], version="k-5", temperature=0.6)), "r", "g")
     assert causes(warm) == ["temperature", "temperature"]
-    # one call over a sync: the first token is the older policy's, the others stand on its keys and values
+    # one call over an update: the first token is the older policy's; the others stand on its keys and values where these are kept
     (mixed,) = build_rows(trace(turn("a", [1], [2, 3, 4], versions=[("k-4", 0, 1), ("k-5", 1, 3)], temperature=0.6)), "r", "g")
-    assert causes(mixed) == ["stale", "kv_mixed", "kv_mixed"]
+    assert causes(mixed, kv="keep") == ["stale", "kv_mixed", "kv_mixed"]
+    assert causes(mixed) == ["stale", "temperature", "temperature"]  # its history was read again
+    # two calls with an update between them: the second begins with the first one's cached blocks
+    turns = turn("a", [1], [2], version="k-4"), turn("b", [1, 2, 3], [4, 5], parent="a", version="k-5")
+    (later,) = build_rows(trace(*turns), "r", "g")
+    assert causes(later, kv="keep") == ["stale", "kv_mixed", "kv_mixed"]
+    assert causes(later) == ["stale", "numeric", "numeric"]
     (older,) = build_rows(trace(turn("a", [1], [2, 3], versions=[("k-3", 0, 1), ("k-4", 1, 2)])), "r", "g")
     assert causes(older) == ["stale", "stale"]
     first, second = build_rows(trace(turn("a", [1], [2], version="k-5"), turn("b", [1, 9], [3], parent="a", version="k-5")), "r", "g")

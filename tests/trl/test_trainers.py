@@ -6,6 +6,7 @@ import inspect
 import json
 import logging
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -156,13 +157,36 @@ class Model:
     """As a loaded model would be given."""
 
 
+@dataclass
+class Lora:
+    """What is read of peft's LoraConfig (tests/learner has the real one)."""
+
+    r: int = 8
+    lora_alpha: int = 8
+    target_modules: Any = None
+    lora_dropout: float = 0.0
+    use_dora: bool = False
+    peft_type: str = "LORA"
+    task_type: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         ({"model": Model()}, r"model is a Model: save it and its tokenizer with save_pretrained"),
         ({"args": AsyncGRPOConfig()}, "args is a AsyncGRPOConfig; import GRPOConfig from harness_rl"),
         ({"args": {"max_steps": 3}}, "args is a dict; import GRPOConfig from harness_rl"),
-        ({"peft_config": object()}, "peft_config is not supported: leave it out; learner={'lora_rank': 16}"),
+        ({"peft_config": object()}, "peft_config is a object; give a peft.LoraConfig"),
+        ({"peft_config": Lora(r=4, target_modules=None)}, r"target_modules = None: name the layers in a list"),
+        ({"peft_config": Lora(target_modules=["q_proj"], use_dora=True)}, "peft_config: use_dora = True is not supported; leave it out"),
+        ({"peft_config": Lora(peft_type="IA3")}, "peft_config: IA3 is not trained here"),
+        (
+            {"peft_config": Lora(target_modules=["q_proj"]), "args": GRPOConfig(learner={"lora_rank": 4})},
+            r"peft_config and learner=\{'lora_rank': ...\} say the same thing",
+        ),
         ({"quantization_config": object()}, "quantization_config is not supported"),
         ({"optimizers": (object(), None)}, "optimizers is not supported: leave it out"),
         ({"reward_processing_classes": object()}, "reward models are not loaded here"),
@@ -178,6 +202,19 @@ def test_what_cannot_work_is_one_line_before_anything_starts(arguments, words):
     with pytest.raises(UserError, match=words) as caught:
         GRPOTrainer(**{**options, **arguments})
     assert "\n" not in str(caught.value)
+
+
+def test_a_peft_config_is_the_learners_adapter(caplog: pytest.LogCaptureFixture):
+    lora = Lora(r=4, lora_alpha=32, target_modules={"v_proj", "q_proj"}, lora_dropout=0.05, task_type="CAUSAL_LM")
+    for kind in (GRPOTrainer, AsyncGRPOTrainer):
+        caplog.clear()
+        learner = kind("m", reward, train_dataset=ROWS, environment_factory=MyEnv, peft_config=lora).config.learner
+        assert (learner.lora_rank, learner.lora_alpha, learner.lora_targets) == (4, 32.0, ["q_proj", "v_proj"])
+        assert [line for line in caplog.messages if "peft" in line] == [
+            "peft_config: lora_dropout = 0.05 has no effect: the policy that samples has none"
+        ]
+    everything = GRPOTrainer("m", reward, train_dataset=ROWS, environment_factory=MyEnv, peft_config=Lora(target_modules="all-linear"))
+    assert (everything.config.learner.lora_rank, everything.config.learner.lora_targets) == (8, [])
 
 
 @pytest.mark.parametrize("argument", ["rollout_worker", "weight_transfer"])

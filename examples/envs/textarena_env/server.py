@@ -1,5 +1,7 @@
 """TextArena's games for one player (Wordle, if TEXTARENA_ENV_ID names no other) as an OpenEnv environment.
 
+WORDLE_SECRETS: so many secret words, where our own word list is used (0: all of it).
+
 TextArena draws from Python's one random generator: a game is drawn, and seeded, while no other session's is. Its dictionary, which takes
 seconds to read, is read once for all sessions.
 """
@@ -30,7 +32,7 @@ def textarena() -> Any:
     if "NLTK_DATA" not in os.environ:
         folder = tempfile.TemporaryDirectory(prefix="nltk-")
         textarena_data.append(folder)
-        write_nltk_data(Path(folder.name))
+        write_nltk_data(Path(folder.name), int(os.environ.get("WORDLE_SECRETS", "0")))
         nltk.data.path.insert(0, folder.name)
         nltk.download = lambda *args, **kwargs: True  # all that is asked for is there
     import textarena as package

@@ -22,13 +22,19 @@ watch water whale wheat wheel widow witch woman world wrist yacht youth zebra
 SECRETS = tuple(_SECRETS.split())
 
 
-def write_nltk_data(folder: Path) -> None:
-    """Word lists and a tagger that calls each of these words a noun, where NLTK looks for them below `folder`."""
+def secrets(count: int = 0) -> tuple[str, ...]:
+    """So many of the words, from all over the alphabet; 0: all."""
+    return SECRETS[:: len(SECRETS) // count][:count] if count else SECRETS
+
+
+def write_nltk_data(folder: Path, count: int = 0) -> None:
+    """Word lists and a tagger that calls each of these words a noun, where NLTK looks for them below `folder`. `count` of the words are
+    drawn; all can be guessed."""
     lists, tagger = folder / "corpora" / "words", folder / "taggers" / "averaged_perceptron_tagger_eng"
     lists.mkdir(parents=True)
     tagger.mkdir(parents=True)
-    for name in ("en", "en-basic"):
-        (lists / name).write_text("\n".join(SECRETS) + "\n")
+    for name, words in (("en", SECRETS), ("en-basic", secrets(count))):
+        (lists / name).write_text("\n".join(words) + "\n")
     parts = {"weights": {}, "tagdict": dict.fromkeys([*SECRETS, "test"], "NN"), "classes": ["NN"]}
     for part, content in parts.items():
         (tagger / f"averaged_perceptron_tagger_eng.{part}.json").write_text(json.dumps(content))
