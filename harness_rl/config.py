@@ -201,6 +201,7 @@ class LearnerSection(Section):
     minibatches: int = Field(1, ge=1)
     """Optimizer steps per batch."""
     micro_batch_tokens: int = Field(2048, ge=64)
+    """Tokens that one process forwards at once. A longer row is left out as `oversize`, unless `context_parallel` processes share it."""
     loss_normalisation: Literal["token", "rollout", "constant"] = "token"
     """Over the optimizer step: each token alike, each rollout alike, or each token 1 / (rollouts * loss_constant)."""
     loss_constant: float | None = Field(None, gt=0)
@@ -219,6 +220,9 @@ class LearnerSection(Section):
     processes: int = Field(1, ge=1)
     """Of the learner, each with a GPU of its own (or all on the CPU): FSDP2 shards the model over them. One that dies ends them all, and
     they are started again, from the newest checkpoint."""
+    context_parallel: int = Field(1, ge=1)
+    """So many processes share a row that is longer than `micro_batch_tokens`, up to that many times as long: each holds its part of the
+    tokens and of the activations. `processes` is a multiple of it. Models with sliding windows, sinks or linear attention are refused."""
     gpus: str | None = Field(None, pattern=r"^\d+(,\d+)*$")
     """Which of this machine's GPUs the processes take, one each, as `"1,2"`; None = the first ones."""
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
@@ -405,6 +409,11 @@ class RunConfig(Section):
             raise ValueError("sync.sleep is for an engine that shares the learner's GPU; set sync.backend = ipc, or leave it out")
         if self.learner.gpus and self.learner.gpus.count(",") + 1 < self.learner.processes:
             raise ValueError(f"learner.gpus = {self.learner.gpus} are fewer than learner.processes = {self.learner.processes}")
+        if self.learner.processes % self.learner.context_parallel:
+            raise ValueError(
+                f"learner.processes = {self.learner.processes} is not a multiple of learner.context_parallel = "
+                f"{self.learner.context_parallel}; the processes are divided into groups of that many"
+            )
         if self.warmup.target_low >= self.warmup.target_high:
             raise ValueError("warmup.target_low must be below warmup.target_high")
         return self

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -32,6 +32,20 @@ def register() -> None:
     AttentionInterface.register(IMPLEMENTATION, tree_attention)
 
 
+class Attends(Protocol):
+    """What the model's call is given as `branches`: a tree's (here), or the ring of a row that lies on several ranks (context.py)."""
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        window: int | None,
+        scaling: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor: ...
+
+
 @dataclass(frozen=True, eq=False)
 class Branches:
     """Who attends to whom in a tree of T tokens and S segments; made once per pack, used by every layer."""
@@ -49,6 +63,23 @@ class Branches:
         lengths = [segment.end - segment.start for segment in tree.segments]
         keys = [np.concatenate([tree.context(s), np.arange(seg.start, seg.end)]) for s, seg in enumerate(tree.segments)]
         return cls(lengths, torch.from_numpy(np.concatenate(keys)).to(device), [len(k) for k in keys])
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        window: int | None,
+        scaling: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """[1, H, T, D] from query [1, H, T, D], key and value [1, H_kv, T, D]; `sinks` [H]."""
+        width, sink = query.shape[-1], None
+        if sinks is not None:
+            scaling = width**-0.5 if scaling is None else scaling
+            query, key, value, sink = _with_sink(query, key, value, sinks, scaling)
+        out: torch.Tensor = _SegmentBySegment.apply(query, key, value, sink, self, window, scaling)
+        return out[..., :width]
 
     def mask(self, segment: int, window: int | None, sink: bool, dtype: torch.dtype | None) -> torch.Tensor | None:
         """None where plain causal attention is the same; else [L, keys], true where attended: at most the last `window` tokens up to and
@@ -80,13 +111,13 @@ def tree_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     *,
-    branches: Branches | None = None,
+    branches: Attends | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """query [1, H, T, D], key and value [1, H_kv, T, D] -> [1, T, H, D]. `branches` is a keyword of the model's call.
+    """query [1, H, T, D], key and value [1, H_kv, T, D] -> [1, T, H, D]. `branches` is a keyword of the model's call: who attends to whom.
 
     `s_aux` [H] are attention sinks: one more score in every softmax, of a key without a value (arXiv 2508.10925, section 2.2).
     """
@@ -97,12 +128,7 @@ def tree_attention(
     if torch.is_autocast_enabled(query.device.type):
         lower = torch.get_autocast_dtype(query.device.type)
         query, key, value = (tensor.to(lower) for tensor in (query, key, value))
-    width, sink = query.shape[-1], None
-    if s_aux is not None:
-        scaling = width**-0.5 if scaling is None else scaling
-        query, key, value, sink = _with_sink(query, key, value, s_aux, scaling)
-    out: torch.Tensor = _SegmentBySegment.apply(query, key, value, sink, branches, sliding_window, scaling)
-    return out[..., :width].transpose(1, 2).contiguous(), None
+    return branches.attend(query, key, value, sliding_window, scaling, s_aux).transpose(1, 2).contiguous(), None
 
 
 class _SegmentBySegment(torch.autograd.Function):

@@ -1,7 +1,8 @@
 """Padding-free micro-batches: rows folded into a prefix tree, each with its own positions, and the loss terms of their trained tokens.
 
 The one off-by-one of the learner lives in `loss_terms`: the hidden state of a row's token i predicts its token i + 1, so that no loss term
-leaves its row's path through the tree. Rows are never cut: one that is longer than a micro-batch is `oversize` and dropped whole.
+leaves its row's path through the tree. Rows are never cut: one that is longer than a micro-batch has a pack of its own that several ranks
+share (see context.py), and where they cannot it is `oversize` and dropped whole.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ class Pack:
     """[N] share of each term in the optimizer step (see `term_weights`)."""
     sequence: NDArray[np.int64]
     """[N] place in `rows` of the row of each term."""
+    split: bool = False
+    """Its one row is more than one rank may hold: a context group's ranks share it."""
 
     @property
     def tokens(self) -> int:
@@ -99,15 +102,21 @@ def term_weights(rows: Sequence[Row], normalisation: Normalisation, constant: fl
     return [1.0 / (trained * of_rollout[row.rollout_id]) if of_rollout[row.rollout_id] else 0.0 for row in rows]
 
 
-def pack_rows(rows: Sequence[Row], chosen: Sequence[int], budget: int, weights: Sequence[float], share: bool = True) -> list[Pack]:
+def pack_rows(
+    rows: Sequence[Row], chosen: Sequence[int], budget: int, weights: Sequence[float], share: bool = True, longest: int = 0
+) -> list[Pack]:
     """Pack `rows[i] for i in chosen` (weights aligned with `chosen`) into micro-batches of at most `budget` tokens, shared ones once.
 
     Rows that begin alike stay together; such families go largest first into the fullest pack that still has room. Without `share` each row
-    lies whole beside the others. Raises ValueError for a row over the budget: the caller has counted it as oversize.
+    lies whole beside the others. A row over the budget, of up to `longest` tokens, is a pack that is split, and they come first. Raises
+    ValueError for a longer one: the caller has counted it as oversize.
     """
     for i in chosen:
-        if len(rows[i]) > budget:
-            raise ValueError(f"row {rows[i].row_id} has {len(rows[i])} tokens, a micro-batch {budget}")
+        if len(rows[i]) > max(budget, longest):
+            raise ValueError(f"row {rows[i].row_id} has {len(rows[i])} tokens, a micro-batch {max(budget, longest)}")
+    alone = [_lay_out(rows, [i], [weight], share, split=True) for i, weight in zip(chosen, weights, strict=True) if len(rows[i]) > budget]
+    kept = [k for k, i in enumerate(chosen) if len(rows[i]) <= budget]
+    chosen, weights = [chosen[k] for k in kept], [weights[k] for k in kept]
     sequences = [rows[i].ids for i in chosen]
     found = _families(sequences, budget) if share else [([k], len(ids)) for k, ids in enumerate(sequences)]
     families = sorted(found, key=lambda family: -family[1])
@@ -123,7 +132,7 @@ def pack_rows(rows: Sequence[Row], chosen: Sequence[int], budget: int, weights: 
             room.append(budget)
         bins[best] += members
         room[best] -= size
-    return [_lay_out(rows, [chosen[k] for k in members], [weights[k] for k in members], share) for members in bins]
+    return alone + [_lay_out(rows, [chosen[k] for k in members], [weights[k] for k in members], share) for members in bins]
 
 
 def _families(sequences: Sequence[NDArray[np.int32]], budget: int) -> list[tuple[list[int], int]]:
@@ -141,7 +150,7 @@ def _families(sequences: Sequence[NDArray[np.int32]], budget: int) -> list[tuple
     return families
 
 
-def _lay_out(rows: Sequence[Row], members: list[int], weights: list[float], share: bool) -> Pack:
+def _lay_out(rows: Sequence[Row], members: list[int], weights: list[float], share: bool, split: bool = False) -> Pack:
     picked = [rows[i] for i in members]
     tree = (fold if share else side_by_side)([row.ids for row in picked])
     found = [loss_terms(row.trained, path) for row, path in zip(picked, tree.paths, strict=True)]
@@ -164,6 +173,7 @@ def _lay_out(rows: Sequence[Row], members: list[int], weights: list[float], shar
         temperatures=of_rows(row.temperature for row in picked),
         weights=of_rows(weights),
         sequence=np.repeat(np.arange(len(members)), counts),
+        split=split,
     )
 
 

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from harness_rl.errors import UserError
-from harness_rl.learner import attention, lora
+from harness_rl.learner import attention, context, lora
 from harness_rl.learner.logprobs import token_logprobs
 from harness_rl.learner.packing import Pack
 from harness_rl.learner.prefixtree import PrefixTree, fold, side_by_side
@@ -64,6 +64,8 @@ class Policy:
             if ranks.size == 1 and not spec.offload_optimizer:  # a sharded model comes to its GPU layer by layer
                 model = model.to(ranks.device)
             policy = cls.wrap(model, dtype, spec.logprob_chunk, spec.gradient_checkpointing, spec.offload_activations)
+            if ranks.context_size > 1:
+                context.check(model, dtype, ranks.device, ranks.context_size)
         except (OSError, ValueError) as error:
             raise UserError(f"learner: model {source} cannot be used: {error}") from error
         values = model.state_dict() if ranks.size > 1 else {}
@@ -96,8 +98,16 @@ class Policy:
         return cls(model, dtype, chunk, offload_activations)
 
     def score(self, pack: Pack) -> tuple[torch.Tensor, torch.Tensor]:
-        """(logprobs, entropies) [N] of the pack's loss terms, in its order; differentiable where grad is enabled."""
-        return self.score_tree(pack.tree, pack.predicts, pack.targets, pack.temperatures)
+        """(logprobs, entropies) [N] of the pack's loss terms, in its order; differentiable where grad is enabled. One that is split is a
+        collective of its context group, and every rank gets all terms."""
+        if not pack.split:
+            return self.score_tree(pack.tree, pack.predicts, pack.targets, pack.temperatures)
+        group, piece = self.ranks.context, context.Piece.of(pack, self.ranks.context_rank, self.ranks.context_size)
+        terms = piece.terms
+        found = self._call(piece.ids, piece.positions, context.Ring(group), piece.predicts, pack.targets[terms], pack.temperatures[terms])
+        places = torch.from_numpy(terms).to(self.device)
+        logprobs, entropies = (context.join(values, places, pack.terms, group) for values in found)
+        return logprobs, entropies
 
     @torch.no_grad()
     def score_prompts(self, prompts: list[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
@@ -112,16 +122,18 @@ class Policy:
         self, tree: PrefixTree, predicts: NDArray[np.int64], targets: NDArray[np.int64], temperatures: NDArray[np.float32]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(logprobs, entropies) [N]: `predicts` are indices of hidden states, `targets` the tokens that follow them."""
-
-        def put(array: NDArray[Any]) -> torch.Tensor:
-            return torch.from_numpy(array).to(self.device)
-
         branches = attention.Branches.of(tree, self.device)
         if self._borders is not None:
             self._borders.lengths = branches.lengths
-        found: tuple[torch.Tensor, torch.Tensor] = self._whole(
-            put(tree.ids), put(tree.positions), branches, put(predicts), put(targets), put(temperatures)
-        )
+        return self._call(tree.ids, tree.positions, branches, predicts, targets, temperatures)
+
+    def _call(
+        self, ids: NDArray[np.int64], positions: NDArray[np.int64], branches: attention.Attends, *of_terms: NDArray[Any]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        def put(array: NDArray[Any]) -> torch.Tensor:
+            return torch.from_numpy(array).to(self.device)
+
+        found: tuple[torch.Tensor, torch.Tensor] = self._whole(put(ids), put(positions), branches, *map(put, of_terms))
         if not torch.is_grad_enabled():
             give_back(self._whole)
         return found
@@ -167,7 +179,7 @@ class _Whole(torch.nn.Module):
         self,
         ids: torch.Tensor,
         positions: torch.Tensor,
-        branches: attention.Branches,
+        branches: attention.Attends,
         predicts: torch.Tensor,
         targets: torch.Tensor,
         temperatures: torch.Tensor,

@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from harness_rl.errors import LearnerError, UserError
+from harness_rl.learner.context import ring_of_torch
 from harness_rl.learner.spec import LearnerSpec
 
 
@@ -30,6 +32,10 @@ class Ranks:
     """The gloo group of the orders and of what comes back; None when alone."""
     files: Any = None
     """Another one, of what is saved while the ranks go on."""
+    context_size: int = 1
+    """Ranks of a context group, side by side: they share a row that is longer than one of them may hold (see context.py)."""
+    context: Any = None
+    """This rank's group of them; None where `context_size` is 1."""
 
     @classmethod
     def join(cls, spec: LearnerSpec, env: Mapping[str, str] = os.environ) -> Ranks:
@@ -52,7 +58,16 @@ class Ranks:
         timeout = timedelta(seconds=spec.batch_timeout_s + spec.link_timeout_s)
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout)
         talk, files = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
-        return cls(dist.get_rank(), size, device, talk, files)
+        context = None
+        if spec.context_parallel > 1:
+            ring_of_torch()
+            shape = (size // spec.context_parallel, spec.context_parallel)
+            context = init_device_mesh(device.type, shape, mesh_dim_names=("data", "context")).get_group("context")
+        return cls(dist.get_rank(), size, device, talk, files, spec.context_parallel, context)
+
+    @property
+    def context_rank(self) -> int:
+        return self.rank % self.context_size
 
     def order(self, name: str, *arguments: Any) -> None:
         """Rank 0: what all do next."""

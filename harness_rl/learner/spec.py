@@ -67,7 +67,7 @@ class LearnerSpec:
     minibatches: int = 1
     """Optimizer steps per batch; groups are kept whole."""
     micro_batch_tokens: int = 2048
-    """Tokens of one forward. A row longer than this is `oversize`."""
+    """Tokens of one forward on one rank. A row longer than `longest_row` is `oversize`."""
     packing: Literal["auto", "plain"] = "auto"
     """auto: rows that begin alike share those tokens, where the model's layers allow it; plain: each row lies whole beside the others."""
     logprob_chunk: int = 256
@@ -83,6 +83,8 @@ class LearnerSpec:
     """Names of linear layers, as peft takes them (`q_proj`); none = all of them but the head."""
     processes: int = 1
     """Of this learner: the model is sharded over them (see sharding.py)."""
+    context_parallel: int = 1
+    """So many processes side by side share a row that is longer than `micro_batch_tokens` (see context.py)."""
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
     """8bit: its state in 8 bits a number, by torchao."""
     offload_optimizer: bool = False
@@ -151,6 +153,11 @@ class LearnerSpec:
             parse_corrections(self.corrections, self.truncation, self.ratio)
         except ValueError as error:
             raise UserError(f"learner: {error}") from None
+        if self.processes % self.context_parallel:
+            raise UserError(
+                f"learner: processes = {self.processes} is not a multiple of context_parallel = {self.context_parallel}; "
+                "the processes are divided into groups of that many"
+            )
         if self.offload_activations and not self.gradient_checkpointing:
             raise UserError("learner: offload_activations moves what gradient_checkpointing keeps; set gradient_checkpointing too")
         if self.schedule != "constant" and self.total_updates <= self.warmup_steps:
@@ -160,6 +167,11 @@ class LearnerSpec:
             )
         if not self.lineage or "/" in self.lineage:
             raise UserError(f"learner: lineage {self.lineage!r} must be a short name without '/'")
+
+    @property
+    def longest_row(self) -> int:
+        """Tokens; over several processes a row is padded to two equal pieces for each."""
+        return self.micro_batch_tokens if self.context_parallel == 1 else self.context_parallel * 2 * (self.micro_batch_tokens // 2)
 
     def version(self, step: int) -> str:
         return f"{self.lineage}-{step}"
@@ -211,7 +223,8 @@ _POSITIVE = (
         "minibatches",
     ),
     *("micro_batch_tokens", "logprob_chunk", "sync_timeout_s", "probe_tokens", "probe_bound", "probe_first_bound"),
-    *("keep_checkpoints", "link_timeout_s", "batch_timeout_s", "sync_every", "sync_wait_s", "processes", "hub_timeout_s"),
+    *("keep_checkpoints", "link_timeout_s", "batch_timeout_s", "sync_every", "sync_wait_s", "hub_timeout_s"),
+    *("processes", "context_parallel"),
 )
 _NOT_NEGATIVE = (
     *("learning_rate", "warmup_steps", "weight_decay", "checkpoint_every", "threads"),

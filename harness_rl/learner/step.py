@@ -21,7 +21,7 @@ from harness_rl.learner.policy import Policy
 from harness_rl.learner.ranks import ALONE, Ranks
 from harness_rl.learner.rows import PackedRow, Row, RowMismatch, RowState, verify_packed, verify_row
 from harness_rl.learner.spec import LearnerSpec
-from harness_rl.learner.update import Clock, PackValues, Updater
+from harness_rl.learner.update import Clock, PackValues, Updater, empty_packs
 
 
 @dataclass
@@ -120,7 +120,7 @@ class Trainer:
             return RowState.REJECTED
         if not row.trained.any():
             return RowState.STALE
-        if len(row) > self.spec.micro_batch_tokens:
+        if len(row) > self.spec.longest_row:
             return RowState.OVERSIZE
         if row.without_credit and self.updater.objective.uses_advantage:
             return RowState.ZERO_ADVANTAGE
@@ -134,7 +134,7 @@ class Trainer:
             rollouts = len({row.rollout_id for row in rows if row.group_id in groups})
             picked = [rows[i] for i in members]
             weights = term_weights(picked, self.spec.loss_normalisation, self.spec.loss_constant, rollouts)
-            packs = pack_rows(rows, members, self.spec.micro_batch_tokens, weights, self.shares)
+            packs = pack_rows(rows, members, self.spec.micro_batch_tokens, weights, self.shares, self.spec.longest_row)
             wrong = {i: mismatch for pack in packs for i, mismatch in _mismatches(rows, pack)}
             if not wrong:
                 return packs
@@ -169,9 +169,9 @@ class Trainer:
         if norms:
             metrics["grad_norm"] = max(norms)
             metrics["grad_signal_share"] = self.updater.signal.value
-        ranks = self.updater.ranks.size
+        ranks = self.updater.ranks
         metrics["micro_batches"] = float(sum(len(packs) for packs in minibatches))
-        metrics["micro_batches/empty"] = float(sum(-len(packs) % ranks for packs in minibatches))
+        metrics["micro_batches/empty"] = float(sum(empty_packs(packs, ranks) for packs in minibatches))
         spent = sum(clock.seconds.get(name, 0.0) for name in ("forward", "backward", "optimizer"))
         metrics["tokens_per_second"] = metrics["tokens/forwarded"] / spent if spent else 0.0
         return metrics | {f"seconds/{name}": seconds for name, seconds in clock.seconds.items()}

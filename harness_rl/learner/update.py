@@ -2,7 +2,8 @@
 
 Every rank back-propagates its share of a minibatch's packs, each term weighed over the whole optimizer step, so that the sum over packs and
 ranks is the step's gradient. All ranks run the same number of packs: one that has fewer runs empty ones, whose gradient is zero, because
-the others wait for it in every layer. Norm, clipping and signal are of the whole gradient. A gradient that is not finite changes nothing.
+the others wait for it in every layer. A pack that is split runs on all ranks of a context group at one time, and the first of them tells
+of it. Norm, clipping and signal are of the whole gradient. A gradient that is not finite changes nothing.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ class Updater:
             return self.policy.score(pack)[0]
 
     def _accumulate(self, pack: Pack, old: torch.Tensor | None, clock: Clock) -> PackValues | None:
-        """Add the pack's share of the step's gradient; None for an empty one."""
+        """Add the pack's share of the step's gradient; None for an empty one, and where another rank of the group tells of it."""
 
         def put(array: Any) -> torch.Tensor:
             return torch.from_numpy(array).to(self.policy.device)
@@ -122,7 +123,7 @@ class Updater:
                 weighted = logprobs * 0.0
         with clock("backward"):
             weighted.sum().backward()
-        if not pack.rows:
+        if not pack.rows or (pack.split and self.ranks.context_rank):
             return None
 
         def take(tensor: torch.Tensor) -> Any:
@@ -188,10 +189,29 @@ def scheduled(done: int, warmup: int, total: int, schedule: str) -> float:
     return 1.0 - gone if schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * gone))
 
 
+def hands(packs: Sequence[Pack], context: int) -> list[list[Pack]]:
+    """What a context group takes at one time, in the order of the packs: one that is split, or one for each of its ranks."""
+    found: list[list[Pack]] = []
+    for pack in packs:
+        if pack.split or not found or found[-1][0].split or len(found[-1]) == context:
+            found.append([])
+        found[-1].append(pack)
+    return found
+
+
 def share(packs: Sequence[Pack], ranks: Ranks) -> list[Pack]:
-    """This rank's packs, dealt out one by one: as many as every other rank has, the missing ones empty."""
-    mine = list(packs[ranks.rank :: ranks.size])
-    return mine + [empty_pack()] * (math.ceil(len(packs) / ranks.size) - len(mine))
+    """This rank's packs, dealt out to the context groups hand by hand: as many as every other rank has, the missing ones empty."""
+    dealt = hands(packs, ranks.context_size)
+    groups, place = ranks.size // ranks.context_size, ranks.context_rank
+    own = dealt[ranks.rank // ranks.context_size :: groups]
+    mine = [hand[0] if hand[0].split else hand[place] if place < len(hand) else empty_pack() for hand in own]
+    return mine + [empty_pack()] * (math.ceil(len(dealt) / groups) - len(mine))
+
+
+def empty_packs(packs: Sequence[Pack], ranks: Ranks) -> int:
+    """How many `share` adds, on all ranks together."""
+    rounds = math.ceil(len(hands(packs, ranks.context_size)) * ranks.context_size / ranks.size)
+    return rounds * ranks.size - sum(ranks.context_size if pack.split else 1 for pack in packs)
 
 
 def in_order(by_rank: Sequence[Sequence[PackValues | None]]) -> list[PackValues]:

@@ -48,6 +48,7 @@ def learner_spec(config: RunConfig, services: Services, model: Path, lineage: st
         lora_alpha=learner.lora_alpha,
         lora_targets=learner.lora_targets,
         processes=learner.processes,
+        context_parallel=learner.context_parallel,
         optimizer=learner.optimizer,
         offload_optimizer=learner.offload_optimizer,
         audit=learner.audit,

@@ -17,7 +17,9 @@ import pytest
 torch = pytest.importorskip("torch", reason="runs in the torch environment: .venv-torch/bin/pytest tests/gpu")
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 pytestmark = [pytest.mark.skipif(GPUS < 1, reason="needs a CUDA GPU; none is here"), pytest.mark.timeout(600)]
-two_gpus = pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs for NCCL between ranks; here are {GPUS}")
+two_gpus = pytest.mark.skipif(
+    GPUS < 2, reason=f"needs two GPUs, for NCCL between ranks and for a row that is split over them; here are {GPUS}"
+)
 
 VOCABULARY = 32_000
 
@@ -159,23 +161,44 @@ def test_adam_in_8_bits_trains() -> None:
             assert float((here[name] - value).norm()) < 0.5 * step
 
 
+def run_two(script: Path, *arguments: str) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANKS_DEVICE": "cuda"}
+    command = [sys.executable, str(script), *arguments]
+    ranks = [subprocess.Popen(command, env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)]
+    assert [process.wait(timeout=300) for process in ranks] == [0, 0]
+
+
 @two_gpus
 def test_two_ranks_over_nccl_give_what_one_gives(tmp_path: Path) -> None:
     script = Path(__file__).parents[1] / "learner" / "ranks_script.py"
     sys.path.insert(0, str(script.parent))
     from ranks_script import outcome
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANKS_DEVICE": "cuda"}
-    command = [sys.executable, str(script), str(tmp_path), "tree", "clipped", "d15_long_and_short"]
-    ranks = [subprocess.Popen(command, env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)]
-    assert [process.wait(timeout=300) for process in ranks] == [0, 0]
+    run_two(script, str(tmp_path), "tree", "clipped", "d15_long_and_short")
     for name in ("tree", "clipped", "d15_long_and_short"):
         expected, found = outcome(name), torch.load(tmp_path / f"{name}.pt")
         for key, weight in expected["weights"].items():
             assert float((found["weights"][key] - weight).abs().max()) <= 1e-9, (name, key)
+
+
+@two_gpus
+def test_a_row_over_two_gpus_gives_what_one_gives(tmp_path: Path) -> None:
+    """In bfloat16, which the flash attention of a GPU takes alone; one rank's numbers are a CPU's."""
+    script = Path(__file__).parents[1] / "learner" / "context_script.py"
+    sys.path.insert(0, str(script.parent))
+    from context_script import outcome
+
+    run_two(script, str(tmp_path), "2", "bfloat16")
+    expected, found = outcome("bfloat16"), torch.load(tmp_path / "bfloat16.pt")
+    largest = max(float(weight.abs().max()) for weight in expected["weights"].values())
+    for key, weight in expected["weights"].items():
+        assert float((found["weights"][key] - weight).abs().max()) <= 3e-2 * largest, key
+    for one, other in zip(found["scores"], expected["scores"], strict=True):
+        assert float((one - other).abs().mean()) <= 3e-2
+    assert all(0.9 * expected["kept"][0] < 2 * kept < 1.1 * expected["kept"][0] for kept in found["kept"])
 
 
 def test_the_bench_meets_its_bars(tmp_path: Path) -> None:

@@ -205,7 +205,7 @@ def test_unknown_kinds_of_attention_are_refused_by_name() -> None:
         Policy.wrap(model, torch.float32)
 
 
-def one_at_a_time(rows: Any, chosen: Any, budget: int, weights: Any, share: bool) -> list[Pack]:
+def one_at_a_time(rows: Any, chosen: Any, budget: int, weights: Any, share: bool, _: int) -> list[Pack]:
     return [pack_rows(rows, [i], budget, [w], share)[0] for i, w in zip(chosen, weights, strict=True)]
 
 

@@ -23,12 +23,12 @@ TOLERANCE = {"states": 2e-5, "sinks": 2e-5, "bfloat16": 3e-2}
 """Of weights, in the largest weight's size; 1e-9 where a case is not here (float64)."""
 
 
-def run_ranks(size: int, out: Path, names: list[str]) -> None:
+def run_ranks(size: int, out: Path, names: list[str], script: Path = SCRIPT) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     shared = {**os.environ, "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(SCRIPT), str(out), *names]
+    command = [sys.executable, str(script), str(out), *names]
     processes = [subprocess.Popen(command, env={**shared, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True) for rank in range(size)]
     try:
         ended = [process.communicate(timeout=LIMIT_S)[1] for process in processes]

@@ -16,6 +16,7 @@ import torch
 from fake_engine import FakeEngine, serve
 from learner_helpers import random_rows, tiny_llama
 from safetensors.torch import load_file
+from tiny_models import made
 
 from harness_rl.errors import LearnerError, LearnerGone
 from harness_rl.learner.link import TOKEN_ENV, LearnerLink, Message
@@ -87,13 +88,19 @@ def after_two_steps() -> dict[str, torch.Tensor]:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("before", "after"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.full), pytest.param(2, 3, marks=pytest.mark.full)]
+    ("before", "after", "more"),
+    [
+        (2, 1, {}),
+        pytest.param(1, 2, {}, marks=pytest.mark.full),
+        pytest.param(2, 3, {}, marks=pytest.mark.full),
+        pytest.param(2, 1, {"context_parallel": 2, "micro_batch_tokens": 24}, marks=pytest.mark.full),
+    ],
 )
 async def test_a_killed_rank_ends_the_learner_and_another_number_of_ranks_goes_on(
-    model_folder: Path, run: Path, engine: tuple[FakeEngine, str], before: int, after: int
+    model_folder: Path, run: Path, engine: tuple[FakeEngine, str], before: int, after: int, more: dict[str, Any]
 ) -> None:
     fake, url = engine
-    learner = await start(model_folder, run, before, engines=[url], checkpoint_every=1)
+    learner = await start(model_folder, run, before, engines=[url], checkpoint_every=1, **more)
     pids = [child.process.pid for child in (learner.child, *learner.others)]
     assert len(pids) == before
     try:
@@ -165,3 +172,11 @@ async def test_torchrun_starts_it_too_and_leaves_nothing_when_it_is_killed(
 async def test_a_mistake_is_told_once_by_its_own_words(run: Path) -> None:
     with pytest.raises(LearnerError, match=r"did not start: the learner.* ended: .*no-model cannot be used"):
         await start(run / "no-model", run, 2)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+async def test_a_model_that_cannot_be_split_is_refused_by_name(run: Path, tmp_path: Path) -> None:
+    made("mistral_window").save_pretrained(tmp_path / "windows")
+    with pytest.raises(LearnerError, match="windows cannot be used: context_parallel = 2: sliding windows are not supported"):
+        await start(tmp_path / "windows", run, 2, context_parallel=2)

@@ -29,12 +29,23 @@ def test_round_trip() -> None:
         ({"learning_rate": -1}, "must not be negative"),
         ({"engines": "http://x"}, "engines must be a list"),
         ({"lineage": "a/b"}, "short name"),
+        ({"processes": 3, "context_parallel": 2}, "processes = 3 is not a multiple of context_parallel = 2"),
+        ({"context_parallel": 0}, "context_parallel = 0 must be above 0"),
     ],
 )
 def test_mistakes_are_one_clear_line(change: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
         LearnerSpec.from_json(json.dumps(SPEC | change))
     assert "\n" not in str(caught.value)
+
+
+def test_a_row_over_several_processes_fits_each_when_it_is_padded() -> None:
+    """Each holds two pieces of one length."""
+    for budget in (64, 65):
+        for ranks in (2, 3):
+            longest = LearnerSpec(**SPEC, processes=ranks, context_parallel=ranks, micro_batch_tokens=budget).longest_row  # type: ignore[arg-type]
+            assert 2 * -(-longest // (2 * ranks)) <= budget < 2 * -(-(longest + 1) // (2 * ranks))
+    assert LearnerSpec(**SPEC, micro_batch_tokens=65).longest_row == 65  # type: ignore[arg-type]
 
 
 def test_missing_and_malformed() -> None:
