@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from learner_helpers import branching_rows, trace, turn
 from ranks_script import WATCHED
-from tiny_models import made
+from tiny_models import in_float64, made
 
 from harness_rl.learner.packing import pack_rows, term_weights
 from harness_rl.learner.policy import Policy
@@ -43,7 +43,7 @@ def long_row(rng: np.random.Generator, name: str, prompt: int, sampled: int, gro
 
 
 def rows_of(step: int) -> list[Row]:
-    """Long ones, of lengths that the ranks do not divide, two of them sampled at their ends alone, so that a rank has no term; short ones."""
+    """Long ones, of lengths that the ranks do not divide, two sampled at their ends alone, where one rank has no term; short ones."""
     rng = np.random.default_rng(step)
     made = [long_row(rng, f"l{n}", *sizes, group=n % 2) for n, sizes in enumerate([(4, 43), (26, 4), (39, 2), (5, 28), (3, 38)])]
     short = branching_rows(step, rollouts=5)
@@ -55,7 +55,7 @@ def rows_of(step: int) -> list[Row]:
 def policy_of(name: str, ranks: Ranks) -> Policy:
     kind, settings = CASES[name]
     dtype = torch.bfloat16 if "dtype" in settings else torch.float64
-    model = made(kind).to(torch.float32 if dtype == torch.bfloat16 else dtype)
+    model = made(kind) if dtype == torch.bfloat16 else in_float64(made(kind))
     return Policy.wrap(model, dtype, 7, settings.get("gradient_checkpointing", False)).over(ranks)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from context_script import CASES, STEPS, long_row, outcome
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from learner_helpers import branching_rows
 from test_ranks import run_ranks
@@ -65,6 +65,7 @@ def one_pack(tokens: int, seed: int = 0) -> Pack:
     return pack
 
 
+@settings(max_examples=40, deadline=None)
 @given(tokens=st.integers(2, 70), size=st.integers(1, 5))
 def test_the_pieces_are_the_row_and_its_terms_once_each(tokens: int, size: int) -> None:
     pack = one_pack(tokens)
@@ -88,6 +89,7 @@ def test_pieces_lie_as_torchs_ring_takes_them(size: int) -> None:
     assert [context.head_and_tail(4 * size, rank, size).tolist() for rank in range(size)] == [p.tolist() for p in places.chunk(size)]
 
 
+@settings(max_examples=40, deadline=None)
 @given(long=st.integers(0, 5), short=st.integers(0, 9), groups=st.integers(1, 3), size=st.integers(1, 4))
 def test_packs_are_dealt_once_and_a_split_one_to_its_whole_group_at_one_time(long: int, short: int, groups: int, size: int) -> None:
     packs = [one_pack(9, seed) for seed in range(long)]

@@ -6,7 +6,6 @@ that one still takes its softmax in float32, by an attention written out here.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from learner_helpers import VOCABULARY, branching_rows, random_rows
-from tiny_models import SINKS, STATES, WINDOWS, made
+from tiny_models import SINKS, STATES, WINDOWS, in_float64, made
 from transformers import AttentionInterface
 
 from harness_rl.bench.learner_ways import Sizes, rollouts
@@ -56,28 +55,10 @@ def dense_attention(
     return (weights @ value.repeat_interleave(groups, 1)).transpose(1, 2).contiguous(), None
 
 
-def in_float64(model: Any) -> Any:
-    """The model in float64, its norms too: transformers takes those in float32 whatever the model's dtype."""
-    AttentionInterface.register("tests_dense", dense_attention)
-
-    def norm(module: Any) -> Any:
-        weight = module.weight.double()
-        scale = 1 + weight if type(module).__name__.startswith("Gemma3") else weight
-        epsilon = getattr(module, "variance_epsilon", None) or module.eps
-        return lambda x: scale * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)
-
-    model = model.double()
-    if getattr(model.config, "num_local_experts", 0):
-        model.set_experts_implementation("eager")  # the grouped product knows no float64
-    for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm"):
-            module.forward = functools.partial(lambda m, x: norm(m)(x), module)
-    return model
-
-
 def reference(model: Any, rows: Sequence[Row]) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """(loss, gradients) of -sum of A log pi over the trained tokens, row by row, without anything of ours."""
     dtype = next(model.parameters()).dtype
+    AttentionInterface.register("tests_dense", dense_attention)
     model.set_attn_implementation("tests_dense" if dtype == torch.float64 else "eager")
     model.eval()
     loss = torch.zeros((), dtype=dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -34,6 +35,24 @@ def made(kind: str, **more: Any) -> Any:
         for name, parameter in model.named_parameters():
             if "sinks" in name:
                 parameter.normal_(0, 1.0)
+    return model
+
+
+def in_float64(model: Any) -> Any:
+    """The model in float64, its norms too: transformers takes those in float32 whatever the model's dtype."""
+
+    def norm(module: Any) -> Any:
+        weight = module.weight.double()
+        scale = 1 + weight if type(module).__name__.startswith("Gemma3") else weight
+        epsilon = getattr(module, "variance_epsilon", None) or module.eps
+        return lambda x: scale * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)
+
+    model = model.double()
+    if getattr(model.config, "num_local_experts", 0):
+        model.set_experts_implementation("eager")  # the grouped product knows no float64
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = functools.partial(lambda m, x: norm(m)(x), module)
     return model
 
 
