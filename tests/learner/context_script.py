@@ -16,6 +16,7 @@ from learner_helpers import branching_rows, trace, turn
 from ranks_script import WATCHED
 from tiny_models import in_float64, made
 
+from harness_rl.learner.objectives.base import Terms, TokenLoss
 from harness_rl.learner.packing import pack_rows, term_weights
 from harness_rl.learner.policy import Policy
 from harness_rl.learner.ranks import ALONE, Ranks
@@ -24,6 +25,12 @@ from harness_rl.learner.spec import LearnerSpec
 from harness_rl.learner.step import Trainer
 from harness_rl.learner.update import Clock
 
+
+def drawn(terms: Terms) -> TokenLoss:
+    """An objective that gives every rank another loss."""
+    return TokenLoss(-terms.logprobs * terms.advantages * torch.rand(len(terms.logprobs)))
+
+
 BUDGET = 24
 """Tokens that a rank may hold: with two of them a row has up to 48."""
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -31,6 +38,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "tied": ("llama", {"max_grad_norm": 0.01, "scale_by_signal": True}),
     "recomputed": ("llama_untied", {"gradient_checkpointing": True, "minibatches": 2, "kl_beta": 0.1}),
     "by_row": ("qwen3", {"objective": "gspo", "loss_normalisation": "rollout"}),
+    "drawn": ("llama", {"objective": f"{__file__}:drawn"}),
     "bfloat16": ("llama", {"dtype": "bfloat16"}),
 }
 STEPS = 3
@@ -80,12 +88,14 @@ def outcome(name: str, ranks: Ranks = ALONE) -> dict[str, Any]:
     trainer = Trainer(policy, spec, reference, ranks)
     scores, kept = scored(policy, spec), [kept_for_backward(policy, spec, tokens) for tokens in (96, 192)]
     found = {"scores": scores, "kept": ranks.gather(kept[1] - kept[0])}
+    torch.manual_seed(ranks.rank)
     stored = torch.float32 if policy.dtype == torch.bfloat16 else torch.float64
     if ranks.rank:
         while (order := ranks.next_order())[0] != "stop":
             trainer.updater.train(order[1][0], Clock(ranks.device))
         return policy.weights(stored)
-    reports = [trainer.step(rows_of(step), f"k-{step}") for step in range(STEPS)]
+    chosen = slice(2, 3) if name == "drawn" else slice(None)  # one rank draws for a row after the other
+    reports = [trainer.step(rows_of(step)[chosen], f"k-{step}") for step in range(STEPS)]
     assert all(set(report.states.values()) == {"trained"} for report in reports)
     ranks.order("stop")
     weights = {key: value.clone() for key, value in policy.weights(stored).items()}

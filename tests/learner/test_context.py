@@ -25,7 +25,7 @@ from harness_rl.learner.update import empty_packs, in_order, share
 
 SCRIPT = Path(__file__).parent / "context_script.py"
 CPU = torch.device("cpu")
-SHORT = ("tied", "recomputed")
+SHORT = ("tied", "recomputed", "drawn")
 TOLERANCE = {"bfloat16": 3e-2}
 
 
