@@ -84,8 +84,7 @@ def check(model: Any, dtype: torch.dtype, device: torch.device, ranks: int) -> N
     if has_state(model):
         raise UnsupportedModel(refused + "layers that carry a state (linear attention, Mamba, convolutions) are not supported")
     types = set(getattr(config, "layer_types", None) or ())
-    windows = any(getattr(module, "sliding_window", None) for module in model.modules())
-    if windows or "sliding_attention" in types or (not types and getattr(config, "sliding_window", None)):
+    if "sliding_attention" in types or (not types and getattr(config, "sliding_window", None)):
         raise UnsupportedModel(refused + "sliding windows are not supported")
     if any(name.split(".")[-1] == "sinks" for name, _ in model.named_parameters()):
         raise UnsupportedModel(refused + "attention sinks are not supported")

@@ -83,6 +83,13 @@ def test_the_pieces_are_the_row_and_its_terms_once_each(tokens: int, size: int) 
         assert np.array_equal(piece.positions[piece.predicts], pack.sampled[piece.terms] - 1)
 
 
+def test_a_pack_of_several_rows_has_no_pieces() -> None:
+    rows = branching_rows(0, rollouts=2)
+    (pack,) = pack_rows(rows, [0, 1], 100, [0.5, 0.5])
+    with pytest.raises(ValueError, match="a pack of 2 rows is not split"):
+        context.Piece.of(pack, 0, 2)
+
+
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_pieces_lie_as_torchs_ring_takes_them(size: int) -> None:
     places = _load_balancer._HeadTailLoadBalancer(4 * size, size, "cpu")._generate_indices().flatten()
