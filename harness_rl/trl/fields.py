@@ -194,12 +194,15 @@ COMMON = _table(
         "leave it out; learner={'processes': N} shards the model over N processes (FSDP2)",
         deepspeed=None,
         fsdp=None,
-        parallelism_config=None,
         fsdp_min_num_params=0,
         fsdp_transformer_layer_cls_to_wrap=None,
         mp_parameters="",
         use_mps_device=False,
         tpu_num_cores=None,
+    ),
+    _refused(
+        "leave it out; learner={'processes': N, 'context_parallel': M} shards the model over N processes, of which M share a long row",
+        parallelism_config=None,
     ),
     _accepted(
         "learner.processes says how many there are, and they find each other",
