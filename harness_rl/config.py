@@ -17,6 +17,9 @@ from harness_rl.errors import UserError
 from harness_rl.learner.corrections import parse_corrections
 from harness_rl.learner.recipes import RECIPES, check_objective
 
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The ranks that vLLM can be started for (`--max-lora-rank`)."""
+
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", validate_assignment=True)
@@ -254,6 +257,9 @@ class SyncSection(Section):
     """Optimizer steps between two pushes; at most rollout.max_staleness + 1."""
     wait_s: float = Field(60.0, gt=0)
     """mode = wait: how long running calls have to end; those that take longer are ended as under abort."""
+    lora: Literal["merged", "adapter"] = "merged"
+    """With learner.lora_rank. merged: the engine gets all weights, the adapter in them. adapter: it keeps the base model and gets each
+    policy as an adapter beside the earlier ones, under a name that says its version; calls end under the one that they began with."""
     sleep: bool = False
     """backend = ipc: the engine gives its memory to the learner while that trains; agents' calls wait."""
     host: str = "127.0.0.1"
@@ -407,6 +413,8 @@ class RunConfig(Section):
             )
         if self.sync.sleep and self.sync.backend != "ipc":
             raise ValueError("sync.sleep is for an engine that shares the learner's GPU; set sync.backend = ipc, or leave it out")
+        if self.sync.lora == "adapter":
+            self._check_adapter()
         if self.learner.gpus and self.learner.gpus.count(",") + 1 < self.learner.processes:
             raise ValueError(f"learner.gpus = {self.learner.gpus} are fewer than learner.processes = {self.learner.processes}")
         if self.learner.processes % self.learner.context_parallel:
@@ -417,6 +425,23 @@ class RunConfig(Section):
         if self.warmup.target_low >= self.warmup.target_high:
             raise ValueError("warmup.target_low must be below warmup.target_high")
         return self
+
+    def _check_adapter(self) -> None:
+        """Raises ValueError for what policies that are adapters do without."""
+        rank = self.learner.lora_rank
+        if not rank:
+            raise ValueError("sync.lora = adapter: there is no adapter without learner.lora_rank; set it, or leave sync.lora out")
+        if rank > ADAPTER_RANKS[-1]:
+            raise ValueError(f"sync.lora = adapter: vLLM takes ranks up to {ADAPTER_RANKS[-1]}, and learner.lora_rank is {rank}; lower it")
+        for name in ("backend", "mode", "kv", "wait_s", "sleep"):
+            value = getattr(self.sync, name)
+            if value != SyncSection.model_fields[name].default:
+                raise ValueError(f"sync.{name} = {value} is for weights that are replaced; with sync.lora = adapter leave it out")
+        if self.warmup.enabled:
+            raise ValueError(
+                "sync.lora = adapter: the engine keeps the model that it starts with, and a warm-up would train another one; "
+                "run harness-rl warmup first, and set model.name to the folder that it prints"
+            )
 
     @property
     def run_dir(self) -> Path:

@@ -43,7 +43,7 @@ def engine_checks(config: RunConfig) -> list[Check]:
     """The model's folder and either the running engine of `engine.url` or all that launching one takes."""
     checks = [_model(config)]
     if config.engine.urls:
-        return checks + [check for url in config.engine.urls for check in _running_engine(url)]
+        return checks + [check for url in config.engine.urls for check in _running_engine(url, config.sync.lora == "adapter")]
     try:
         environment = require_engine(torch_python(config.engine.python))
     except UserError as error:
@@ -69,7 +69,7 @@ def _model(config: RunConfig) -> Check:
         return _failed("model", error)
 
 
-def _running_engine(url: str) -> list[Check]:
+def _running_engine(url: str, adapters: bool) -> list[Check]:
     from harness_rl.engines.probe import probe
 
     try:
@@ -77,7 +77,7 @@ def _running_engine(url: str) -> list[Check]:
     except EngineError as error:
         return [_failed("engine", error)]
     found = Check("engine", True, f"vLLM {info.version} at {url} serves {info.model}, {info.max_model_len} tokens")
-    return [found, *(Check(missing.what, False, f"{url} has none", missing.remedy) for missing in info.missing)]
+    return [found, *(Check(missing.what, False, f"{url} has none", missing.remedy) for missing in info.missing(adapters))]
 
 
 def _plugin(environment: TorchEnvironment) -> Check:

@@ -8,16 +8,35 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from harness_rl.config import EngineSection, SyncSection
+from harness_rl.config import ADAPTER_RANKS, EngineSection, RunConfig, SyncSection
 from harness_rl.errors import UserError
 from harness_rl.threads import openmp_env, thread_plan
 
 Device = Literal["cpu", "cuda"]
 PREFILL_TOKENS = 2048
 """Prompt tokens of one engine step on a CPU."""
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """LoRA adapters that a server takes by name while it runs."""
+
+    rank: int
+    slots: int
+    """Different ones whose calls it samples at once; calls under further ones wait."""
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Adapters | None:
+        """Those of a run; None: the engine gets its policies merged. One slot for each version whose tokens can still be trained, and one
+        for that to come."""
+        if config.sync.lora != "adapter":
+            return None
+        rank = next(rank for rank in ADAPTER_RANKS if rank >= config.learner.lora_rank)
+        return cls(rank, config.rollout.max_staleness // config.sync.every + 2)
 
 
 def engine_command(
@@ -28,8 +47,10 @@ def engine_command(
     served_model: str,
     port: int,
     sync: SyncSection | None = None,
+    adapters: Adapters | None = None,
 ) -> list[str]:
-    """argv of `vllm serve`. `section.extra_args` come last, so that they win. `sync`: how its weights will change."""
+    """argv of `vllm serve`. `section.extra_args` come last, so that they win. `sync`: how its weights will change; with `adapters` they do
+    not, and nothing can change them."""
     argv = [
         *(str(python), "-m", "vllm.entrypoints.cli.main", "serve", str(model)),
         *("--served-model-name", served_model),
@@ -46,7 +67,9 @@ def engine_command(
     ]
     if section.reasoning_parser:
         argv += ["--reasoning-parser", section.reasoning_parser]
-    if section.expose_dev:
+    if adapters is not None:
+        argv += ["--enable-lora", "--max-lora-rank", str(adapters.rank), "--max-loras", str(adapters.slots)]
+    elif section.expose_dev:
         argv += ["--weight-transfer-config", json.dumps({"backend": weight_backend(device, sync)})]
     if device == "cpu":
         # Compiling costs a minute of start-up and gains little at this size.
@@ -79,13 +102,21 @@ def dtype(section: EngineSection, device: Device) -> str:
 
 
 def engine_environment(
-    section: EngineSection, device: Device, python: Path, base: Mapping[str, str], sync: SyncSection | None = None
+    section: EngineSection,
+    device: Device,
+    python: Path,
+    base: Mapping[str, str],
+    sync: SyncSection | None = None,
+    adapters: Adapters | None = None,
 ) -> dict[str, str]:
     """`base` without our own secrets, plus what vLLM needs."""
     env = {key: value for key, value in base.items() if not key.startswith("HARNESS_RL_")}
     env |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
-    for name in ("VLLM_SERVER_DEV_MODE", "VLLM_CPU_KVCACHE_SPACE"):
+    # The last makes vLLM sample its base model for any name that it does not know.
+    for name in ("VLLM_SERVER_DEV_MODE", "VLLM_CPU_KVCACHE_SPACE", "VLLM_SKIP_MODEL_NAME_VALIDATION"):
         env.pop(name, None)
+    if adapters is not None:
+        env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if section.expose_dev:
         env["VLLM_SERVER_DEV_MODE"] = "1"
         if sync is not None and sync.backend == "ipc":

@@ -37,13 +37,19 @@ class EngineInfo:
     """Whether a weight-transfer backend is configured behind the weight routes; None: not asked, or not told."""
     processed_logprobs: bool | None
     """Whether logprobs are of the distribution really sampled from; None: could not be told."""
+    has_adapter_api: bool = False
+    """LoRA adapters can be loaded into the running server."""
 
-    @property
-    def missing(self) -> list[Missing]:
+    def missing(self, adapters: bool = False) -> list[Missing]:
+        """What a run cannot do, or do in full. `adapters`: it loads policies as adapters, and needs no weight routes."""
         found = []
         if not self.has_tokens_api:
             found.append(Missing("token routes (only the lesser chat capture works)", "start vLLM >= 0.32 with --enable-scale-out", False))
-        if not self.has_weight_api:
+        if adapters:
+            if not self.has_adapter_api:
+                how = "start vLLM with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, --enable-lora, --max-lora-rank and --max-loras"
+                found.append(Missing("adapter routes (sync.lora = adapter)", how))
+        elif not self.has_weight_api:
             found.append(Missing("weight routes (training cannot update this server)", "start vLLM with VLLM_SERVER_DEV_MODE=1"))
         elif self.has_weight_backend is False:
             found.append(
@@ -80,6 +86,7 @@ async def probe(url: str, *, ask_backend: bool = True, timeout_s: float = 60.0) 
                 weight_version=None if weights is None else weights.get("weight_version"),
                 has_weight_backend=await _has_weight_backend(client) if has_weight_api and ask_backend else None,
                 processed_logprobs=await _processed_logprobs(client, model),
+                has_adapter_api=await _has_route(client, "/v1/load_lora_adapter"),
             )
         except httpx.HTTPError as error:
             raise EngineError(f"engine: {url} does not answer ({type(error).__name__}); start it, or check engine.url") from None

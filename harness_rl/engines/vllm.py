@@ -19,7 +19,7 @@ from pathlib import Path
 import httpx
 
 from harness_rl.config import EngineSection, SyncSection
-from harness_rl.engines.command import Device, engine_command, engine_environment
+from harness_rl.engines.command import Adapters, Device, engine_command, engine_environment
 from harness_rl.engines.environment import TorchEnvironment, require_engine, torch_python
 from harness_rl.engines.logs import last_error
 from harness_rl.engines.probe import EngineInfo, probe
@@ -89,9 +89,10 @@ class Engine:
         else:
             await self._launched.child.ended()
 
-    def require(self, *, trains: bool, tokens: bool) -> None:
-        """Raises UserError for what it was started without. `trains`: its weights are to change; `tokens`: chat capture will not do."""
-        for missing in self.info.missing:
+    def require(self, *, trains: bool, tokens: bool, adapters: bool = False) -> None:
+        """Raises UserError for what it was started without. `trains`: its weights are to change, or to get `adapters`; `tokens`: chat
+        capture will not do."""
+        for missing in self.info.missing(adapters):
             if trains if missing.training_only else tokens:
                 raise UserError(f"engine: {self.url} has no {missing.what}; {missing.remedy}")
 
@@ -118,7 +119,15 @@ class Engine:
             await self._launched.child.stop(STOP_GRACE_S)
 
 
-async def launch(section: EngineSection, model_path: Path, *, run_dir: Path, served_model: str, sync: SyncSection | None = None) -> Engine:
+async def launch(
+    section: EngineSection,
+    model_path: Path,
+    *,
+    run_dir: Path,
+    served_model: str,
+    sync: SyncSection | None = None,
+    adapters: Adapters | None = None,
+) -> Engine:
     """Start vLLM on `model_path` and wait until it is ready. The log is `run_dir/logs/engine.log`.
 
     One that is killed while it starts is started again; one that ends by itself has a cause that stays. Raises UserError (environment,
@@ -130,8 +139,8 @@ async def launch(section: EngineSection, model_path: Path, *, run_dir: Path, ser
     if section.expose_dev and device == "cpu" and not environment.has_plugin:
         raise UserError(f"engine: {python} has no harness-rl, so vLLM would not find its weight-transfer plugin; run `make setup`")
     port = _port(section)
-    argv = engine_command(section, device, python, model_path, served_model, port, sync)
-    env = engine_environment(section, device, python, os.environ, sync)
+    argv = engine_command(section, device, python, model_path, served_model, port, sync, adapters)
+    env = engine_environment(section, device, python, os.environ, sync, adapters)
     log_path = run_dir / "logs" / "engine.log"
     start = _size(log_path)
     child = await _spawn(argv, env, log_path)

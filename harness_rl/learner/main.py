@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from harness_rl.errors import HarnessRLError, UserError
-from harness_rl.learner import checkpoint
+from harness_rl.learner import checkpoint, lora
 from harness_rl.learner.ahead import Ahead
 from harness_rl.learner.audit import write_audit
 from harness_rl.learner.hub import Pusher
@@ -32,6 +32,7 @@ from harness_rl.learner.saving import Saver, load_optimizer, load_state
 from harness_rl.learner.spec import LearnerSpec
 from harness_rl.learner.step import Prepared, StepReport, Trainer
 from harness_rl.learner.update import Clock
+from harness_rl.sync.adapter import AdapterSync
 from harness_rl.sync.base import StopPolicy, SyncReport, WeightSender, WeightSync
 from harness_rl.sync.client import EngineClient, SyncFailed
 from harness_rl.sync.gloo import GlooSender
@@ -111,7 +112,7 @@ class Learner:
                 case "train", (minibatches,):
                     updater.train(minibatches, Clock(self.policy.device))
                 case "weights", ():
-                    self.policy.weights(self.engine_dtype)
+                    self._weights()
                 case "score", (prompts,):
                     self.policy.score_prompts(prompts)
                 case "save", (step, version):
@@ -200,7 +201,7 @@ class Learner:
 
     def _rest(self) -> bool:
         """Have the engines give their memory away until the weights are pushed; agents' calls are held from here on."""
-        if self.sync is None:
+        if not isinstance(self.sync, WeightSync):
             return False
         version = self.spec.version(self.step + 1)
         self.link.send("sync_begin", version=version)
@@ -226,7 +227,7 @@ class Learner:
             return {}
         prompts = self._probe_prompts(rows)
         self.ranks.order("weights")
-        self._pushed = self.policy.weights(self.engine_dtype)
+        self._pushed = self._weights()
         while True:
             try:
                 report = self.sync.sync(self.version, prompts)
@@ -240,12 +241,26 @@ class Learner:
         if proof.alarm:
             print(f"learner: {self.version}: logprob gap {proof.mean_abs:.3g} nears its bound {proof.bound:.3g}", file=sys.stderr)
         self.served_step = self.step
-        self.link.send("sync_done", version=self.version, proof=_proof_fields(report), seconds=report.seconds, counts=report.counts)
-        self.link.wait_for({"sync_ack", "stop"}, self.spec.link_timeout_s)
+        done = {"proof": _proof_fields(report), "seconds": report.seconds, "counts": report.counts, "adapter": report.adapter}
+        self.link.send("sync_done", version=self.version, **done)
+        answer = self.link.wait_for({"sync_ack", "stop"}, self.spec.link_timeout_s)
+        if answer.type == "sync_ack" and isinstance(self.sync, AdapterSync):
+            self._retire(self.sync, answer["adapters_asked"])
         gap = {"probe/mean": proof.mean_abs, "probe/p99": proof.p99_abs, "probe/max": proof.max_abs, "probe/alarm": float(proof.alarm)}
         parts = {f"seconds/sync_{name}": seconds for name, seconds in report.seconds.items()}
         counts = {f"sync/{name}": count for name, count in report.counts.items()}
         return gap | parts | counts | {"seconds/sync": time.perf_counter() - began}
+
+    def _weights(self) -> dict[str, torch.Tensor]:
+        """What a sync sends; a collective."""
+        return self.policy.adapter() if self.spec.sync_lora == "adapter" else self.policy.weights(self.engine_dtype)
+
+    def _retire(self, sync: AdapterSync, asked: Sequence[str]) -> None:
+        """An engine that dies of or before it is given what it needs by control's next order; what is left over goes after a later sync."""
+        try:
+            sync.retire(asked)
+        except SyncFailed as error:
+            print(f"learner: adapters that nobody asks for are still loaded: {error}", file=sys.stderr)
 
     def _probe_prompts(self, rows: Sequence[NDArray[np.int32]]) -> list[NDArray[np.int32]]:
         vocabulary = int(self.policy.model.config.get_text_config().vocab_size)
@@ -284,22 +299,28 @@ class Learner:
     def engine_dtype(self) -> torch.dtype:
         return self.policy.dtype if self.spec.engine_dtype == "auto" else DTYPES[self.spec.engine_dtype]
 
-    def _build_sync(self) -> WeightSync:
+    def _build_sync(self) -> WeightSync | AdapterSync:
+        engines = [EngineClient(url, self.spec.served_model, self.spec.sync_timeout_s) for url in self.spec.engines]
+        if self.spec.sync_lora == "adapter":
+            return AdapterSync(engines, Path(self.spec.run_dir) / "adapters", self._write_adapter, self.probe, self._score)
+        policy = StopPolicy(self.spec.sync_mode, self.spec.sync_kv, self.spec.sync_wait_s)
+        return WeightSync(engines, self._build_sender(), self.probe, self._score, policy)
+
+    def _write_adapter(self, folder: Path) -> None:
+        lora.export(folder, self._pushed, self.spec)
+
+    def _build_sender(self) -> WeightSender:
         backend = self.spec.sync_backend
         if backend == "auto":
             backend = "nccl" if self.policy.device.type == "cuda" else "gloo"
         weights, dtype, timeout_s = lambda: self._pushed.items(), self.engine_dtype, self.spec.sync_timeout_s
-        sender: WeightSender
         match backend:
             case "nccl":
-                sender = NcclSender(weights, dtype, timeout_s)
+                return NcclSender(weights, dtype, timeout_s)
             case "ipc":
-                sender = IpcSender(weights, dtype, timeout_s)
+                return IpcSender(weights, dtype, timeout_s)
             case _:
-                sender = GlooSender(weights, dtype, timeout_s, self.spec.sync_host)
-        engines = [EngineClient(url, self.spec.served_model, timeout_s) for url in self.spec.engines]
-        policy = StopPolicy(self.spec.sync_mode, self.spec.sync_kv, self.spec.sync_wait_s)
-        return WeightSync(engines, sender, self.probe, self._score, policy)
+                return GlooSender(weights, dtype, timeout_s, self.spec.sync_host)
 
 
 def _proven_ids(rows: Sequence[Row], report: StepReport) -> list[NDArray[np.int32]]:

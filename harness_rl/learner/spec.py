@@ -110,6 +110,8 @@ class LearnerSpec:
     sync_kv: Literal["recompute", "keep"] = "recompute"
     sync_every: int = 1
     """Optimizer steps between two pushes."""
+    sync_lora: Literal["merged", "adapter"] = "merged"
+    """What the engines get of a LoRA policy: all weights with the adapter in them, or the adapter under a name (see sync/adapter.py)."""
     sync_wait_s: float = 60.0
     sync_sleep: bool = False
     """The engines give their memory to this process while it trains."""
@@ -158,6 +160,8 @@ class LearnerSpec:
                 f"learner: processes = {self.processes} is not a multiple of context_parallel = {self.context_parallel}; "
                 "the processes are divided into groups of that many"
             )
+        if self.sync_lora == "adapter" and not self.lora_rank:
+            raise UserError("learner: sync_lora = adapter: there is no adapter without lora_rank")
         if self.offload_activations and not self.gradient_checkpointing:
             raise UserError("learner: offload_activations moves what gradient_checkpointing keeps; set gradient_checkpointing too")
         if self.schedule != "constant" and self.total_updates <= self.warmup_steps:

@@ -1,7 +1,8 @@
 """The learner as children of the control process, and control's half of what they say to each other (DESIGN 4.9).
 
 A learner of several processes (`learner.processes`) is one: only its rank 0 talks, and when any of them dies the whole has. Control never
-lets the engine sample for training between a weight update and its proof: new agent calls are held from `sync_begin` to `sync_done`.
+lets the engine sample for training between a weight update and its proof: new agent calls are held from `sync_begin` to `sync_done`, or,
+where policies are adapters, go on under the one before.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ class SyncReport:
     seconds: dict[str, float]
     counts: dict[str, float] = field(default_factory=dict)
     """Calls that ran at the stop, those of them that were ended, tokens that are read again."""
+    adapter: str | None = None
+    """The name under which the engines have these weights; None: they are their own model's."""
 
 
 @dataclass
@@ -46,8 +49,8 @@ class SyncHooks:
 
     hold: Callable[[str], Awaitable[None]]
     """New agent calls wait from here on; gets the version to come."""
-    release: Callable[[SyncReport], Awaitable[None]]
-    """The weights are proven; the calls go on."""
+    release: Callable[[SyncReport], Awaitable[list[str]]]
+    """The weights are proven; the calls go on. Returns the adapters that can still be asked for."""
     failed: Callable[[str], Awaitable[None]]
     """The update could not be made, with the reason: returns if it will be asked for again (`resync`), else raises."""
 
@@ -118,12 +121,12 @@ class LearnerProcess:
                 await self.link.send("sync_go")
                 return False
             case "sync_done":
-                report = SyncReport(message["version"], message["proof"], message["seconds"], message["counts"])
+                report = SyncReport(message["version"], message["proof"], message["seconds"], message["counts"], message["adapter"])
                 if not report.proof.get("ok"):
                     raise InvariantError(_proof_failure(report))
                 self.last_sync = report
-                await self.hooks.release(report)
-                await self.link.send("sync_ack")
+                asked = await self.hooks.release(report)
+                await self.link.send("sync_ack", adapters_asked=asked)
             case "sync_failed":
                 await self.hooks.failed(f"weights {message['version']} could not be pushed: {message['message']}")
                 return False

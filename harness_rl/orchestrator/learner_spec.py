@@ -62,6 +62,7 @@ def learner_spec(config: RunConfig, services: Services, model: Path, lineage: st
         sync_mode=sync.mode,
         sync_kv=sync.kv,
         sync_every=sync.every,
+        sync_lora=sync.lora,
         sync_wait_s=sync.wait_s,
         sync_sleep=sync.sleep,
         link_timeout_s=learner.step_timeout_s,  # a sync may have to wait for an evaluation

@@ -24,6 +24,7 @@ from rich.console import Console
 
 from harness_rl.agents.registry import check_name
 from harness_rl.config import RunConfig, load_config, to_toml
+from harness_rl.engines.command import Adapters
 from harness_rl.errors import UserError, first_error
 from harness_rl.imports import load_object
 from harness_rl.metrics import RunState, read_metrics
@@ -128,7 +129,7 @@ async def train(config: RunConfig, inputs: Inputs, *, resume: bool = False, cons
 
 async def _train(config: RunConfig, inputs: Inputs, resume: bool, journal: Journal, state: RunState) -> Outcome:
     model, warm = inputs.model_path, None
-    async with services(config, inputs.model_path, state) as running:
+    async with services(config, inputs.model_path, state, adapters=Adapters.of(config)) as running:
         _bind(running, inputs)
         if config.warmup.enabled and not (resume and any(config.run_dir.glob("checkpoints/step-*"))):
             warm = await _warm_start(config, running, inputs, journal, state)

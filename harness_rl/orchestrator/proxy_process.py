@@ -70,6 +70,7 @@ async def start_proxy(
     run_dir: Path,
     tokenizer: Path | None = None,
     salt_prefix_cache: bool = False,
+    adapters: bool = False,
 ) -> ProxyProcess:
     """Start it and wait for its ready line. Raises UserError for a port in use, HarnessRLError when it dies or is late."""
     key = secrets.token_hex(32)
@@ -85,6 +86,8 @@ async def start_proxy(
     argv += ["--handoff-socket", str(handoff), "--capture", section.capture, "--durability", section.durability]
     if salt_prefix_cache:
         argv.append("--salt-prefix-cache")
+    if adapters:
+        argv.append("--adapters")
     if tokenizer is not None:
         argv += ["--tokenizer", str(tokenizer)]
     try:

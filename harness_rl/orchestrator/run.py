@@ -230,10 +230,12 @@ class TrainingRun:
             await self._may_update.wait()
             self._update_waits = False
         self.state.learner, self._held_since = "syncing", time.time()
+        if self.config.sync.lora == "adapter" and self.state.version:
+            return  # calls go on under the adapter that they ask for until another is proven
         await self.services.hold(f"weights {version}", self.config.proxy.hold_timeout_s)
 
-    async def _release(self, report: SyncReport) -> None:
-        await self.services.release(report.version)
+    async def _release(self, report: SyncReport) -> list[str]:
+        asked = await self.services.release(report.version, report.adapter)
         lineage, step = parse_version(report.version)
         self.journal.held(report.version, self._held_since, report.seconds.get("stopped", 0.0))
         self.journal.set_meta("proven", (self.journal.meta("proven") or {}) | {lineage: step})
@@ -246,6 +248,7 @@ class TrainingRun:
         self.state.say(
             f"weights {report.version} proven: mean |Δlogp| {proof['mean_abs']:.1e} over {proof['tokens']} tokens, {seconds:.1f} s in all"
         )
+        return asked
 
     async def _evaluate(self, runner: RolloutRunner, label: str) -> None:
         section, phase = self.config.eval, self.state.phase

@@ -18,6 +18,7 @@ from typing import Any
 
 from capture_proxy.client import ProxyError
 from harness_rl.config import RunConfig
+from harness_rl.engines.command import Adapters
 from harness_rl.engines.environment import torch_python
 from harness_rl.engines.vllm import Engine, connect_all, launch
 from harness_rl.errors import EngineError, HarnessRLError, UserError, first_error
@@ -48,7 +49,8 @@ class Services:
     _proxy_up: asyncio.Event = field(default_factory=set_event)
     _held: tuple[str, float] | None = None
     """What a restarted proxy is told: to hold calls (reason, seconds), or the version that the engine serves."""
-    _version: str | None = None
+    _served: tuple[str | None, str | None] = (None, None)
+    """That version, and the adapter that it is."""
 
     @property
     def engine_urls(self) -> list[str]:
@@ -99,11 +101,13 @@ class Services:
         self._held, self.state.holding = (reason, timeout_s), True
         await self._tell_proxy(partial(self.proxy.client.hold, reason, timeout_s))
 
-    async def release(self, version: str | None) -> None:
-        """The held calls go on, under the weights of `version` (None: those that the engine was started with)."""
-        self._held, self._version = None, version
-        await self._tell_proxy(partial(self.proxy.client.release, version))
+    async def release(self, version: str | None, adapter: str | None = None) -> list[str]:
+        """The held calls go on, under the weights of `version` (None: those that the engine was started with), which the engine serves as
+        its own model or as `adapter`. Returns the names of the adapters that can still be asked for."""
+        self._held, self._served = None, (version, adapter)
+        answer = await self._tell_proxy(partial(self.proxy.client.release, version, adapter))
         self.state.holding = False
+        return list(answer["adapters_asked"])
 
     async def renew_engine(self) -> None:
         """Start a launched engine anew whose weights a learner was replacing when it died: they are the model folder's again."""
@@ -123,14 +127,13 @@ class Services:
         except TimeoutError:
             raise EngineError(f"{reason}; the engine is alive, so trying again would not help") from None
 
-    async def _tell_proxy(self, call: Callable[[], Awaitable[Any]]) -> None:
+    async def _tell_proxy(self, call: Callable[[], Awaitable[Any]]) -> Any:
         """A proxy that dies meanwhile is told once it is back."""
         while True:
             await self._proxy_up.wait()
             child = self.proxy.child
             try:
-                await call()
-                return
+                return await call()
             except ProxyError as error:
                 if error.status is not None or not await _ends_soon(child):
                     raise HarnessRLError(
@@ -163,7 +166,7 @@ class Services:
             await self.proxy.restart()
             client = self.proxy.client
             try:
-                await (client.release(self._version) if self._held is None else client.hold(*self._held))
+                await (client.release(*self._served) if self._held is None else client.hold(*self._held))
             except ProxyError as error:
                 self.state.say(f"the capture proxy that was started again does not answer: {error}")
                 await self.proxy.child.stop()
@@ -199,8 +202,10 @@ async def _ends_soon(child: Child) -> bool:
 
 
 @asynccontextmanager
-async def services(config: RunConfig, model_path: Path, state: RunState, *, trains: bool = True) -> AsyncIterator[Services]:
-    """Start everything; whatever happens inside, end everything. `trains`: the engine's weights are to change.
+async def services(
+    config: RunConfig, model_path: Path, state: RunState, *, trains: bool = True, adapters: Adapters | None = None
+) -> AsyncIterator[Services]:
+    """Start everything; whatever happens inside, end everything. `trains`: the engine's weights are to change, or to get `adapters`.
 
     Raises UserError, EngineError, HarnessRLError.
     """
@@ -215,11 +220,13 @@ async def services(config: RunConfig, model_path: Path, state: RunState, *, trai
     if urls:
         engine, *others = await connect_all(urls)
     else:
-        engine = await launch(config.engine, model_path, run_dir=config.run_dir, served_model=SERVED_MODEL, sync=config.sync)
+        engine = await launch(
+            config.engine, model_path, run_dir=config.run_dir, served_model=SERVED_MODEL, sync=config.sync, adapters=adapters
+        )
         others = []
     try:
         for one in (engine, *others):
-            one.require(trains=trains, tokens=config.proxy.capture == "tokens")
+            one.require(trains=trains, tokens=config.proxy.capture == "tokens", adapters=adapters is not None)
         state.engine = "ready"
         state.say(f"engine ready: {', '.join(urls) or engine.url}")
         split = config.rollout.control_tokens == "split"
@@ -231,6 +238,7 @@ async def services(config: RunConfig, model_path: Path, state: RunState, *, trai
             run_dir=config.run_dir,
             tokenizer=tokenizer,
             salt_prefix_cache=trains and config.sync.kv == "keep",
+            adapters=adapters is not None,
         )
         try:
             yield Services(config, engine, proxy, state, others)

@@ -118,9 +118,9 @@ async def warm_up(
     async def hold(version: str) -> None:
         await services.hold(f"weights {version}", config.proxy.hold_timeout_s)
 
-    async def release(report: SyncReport) -> None:
-        await services.release(report.version)
+    async def release(report: SyncReport) -> list[str]:
         state.version = report.version
+        return await services.release(report.version, report.adapter)
 
     spec = LearnerSpec(
         model=str(model_path),

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeVar
@@ -22,19 +21,12 @@ from typing import Literal, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from harness_rl.errors import InvariantError
 from harness_rl.sync.client import EngineClient, PauseMode, StepLate, SyncFailed
 from harness_rl.sync.everywhere import GRACE_S, Calls, everywhere
 from harness_rl.sync.load import Load
-from harness_rl.sync.verify import LogprobProbe, Proof
+from harness_rl.sync.verify import LogprobProbe, Proof, Score, WeightProofFailed, prove
 
 T = TypeVar("T")
-Score = Callable[[list[NDArray[np.int32]]], list[NDArray[np.float32]]]
-"""Prompts -> logprob of tokens 1 .. L - 1 of each at temperature 1, by the learner."""
-
-
-class WeightProofFailed(InvariantError):
-    """The engine does not hold the weights it was sent; sampling stays stopped."""
 
 
 class WeightSender(Protocol):
@@ -66,6 +58,8 @@ class SyncReport:
     counts: dict[str, float] = field(default_factory=dict)
     """Where the servers tell: `running` calls at the stop; `cut`, those of them that were aborted; `recomputed_tokens`, of their histories,
     to be read again under the new weights (rounded up to blocks)."""
+    adapter: str | None = None
+    """The name under which the engines have this policy; None: it is their own model."""
 
 
 class WeightSync:
@@ -91,13 +85,13 @@ class WeightSync:
             self._sender.connect(self._engines)
         running = self._running()
         stop_began = time.perf_counter()
-        with _timed(clock, "pause"):
+        with timed(clock, "pause"):
             counts = self._pause(running)
-        with _timed(clock, "transfer"):
+        with timed(clock, "transfer"):
             self._wake("weights")
             self._everywhere("start", lambda engine: engine.start_update())
             self._sender.push(self._engines)
-        with _timed(clock, "finish"):
+        with timed(clock, "finish"):
             self._everywhere("finish", lambda engine: engine.finish_update(version))
             self._everywhere("version", lambda engine: _check_version(engine, version))
             if self._policy.kv == "recompute":
@@ -106,7 +100,7 @@ class WeightSync:
             self._asleep = False
             self._everywhere("resume", lambda engine: engine.resume())
         clock["stopped"] = time.perf_counter() - stop_began
-        with _timed(clock, "probe"):
+        with timed(clock, "probe"):
             proof = self.prove(version, prompts)
         self._version = version
         return SyncReport(version, proof, clock, counts)
@@ -151,37 +145,17 @@ class WeightSync:
         return True
 
     def prove(self, version: str, prompts: list[NDArray[np.int32]]) -> Proof:
-        """The worst engine's proof; the first engine that fails stops all of them. Raises WeightProofFailed."""
-        limit = min(self._everywhere("models", lambda engine: engine.max_model_len())) - 1
-        prompts = [prompt[:limit] for prompt in prompts]
-        with ThreadPoolExecutor(1) as pool:
-            learner = pool.submit(self._score, prompts)  # while the engines score
-            scores = Calls("probe", self._engines, lambda engine: engine.score(prompts)).start().settle(self._deadline())
-            expected = learner.result()
-        proofs = []
-        for engine, score in zip(self._engines, scores, strict=True):
-            if isinstance(score, SyncFailed):
-                continue  # of those that answered, one with wrong weights is the worse news
-            proofs.append(proof := self._probe.judge(score, expected))
-            if not proof.ok:
-                self._stop()
-                raise WeightProofFailed(
-                    f"engine {engine.url} does not compute with the weights of {version}: over {proof.tokens} tokens its logprobs differ "
-                    f"from the learner's by {proof.mean_abs:.3g} in the mean (bound {proof.bound:.3g}), by {proof.max_abs:.3g} at most; "
-                    "sampling is stopped"
-                )
-        for score in scores:
-            if isinstance(score, SyncFailed):
-                self._stop()
-                raise score
-        return max(proofs, key=lambda proof: proof.mean_abs)
+        """As `verify.prove`; a failure stops all engines."""
+        try:
+            return prove(self._engines, self._probe, self._score, version, prompts)
+        except (WeightProofFailed, SyncFailed):
+            self._stop()
+            raise
 
     def _stop(self) -> None:
         """Every engine that still answers samples no more."""
-        Calls("pause", self._engines, lambda engine: engine.pause("keep", True)).start().settle(self._deadline())
-
-    def _deadline(self) -> float:
-        return time.monotonic() + max(engine.timeout_s for engine in self._engines) + GRACE_S
+        deadline = time.monotonic() + max(engine.timeout_s for engine in self._engines) + GRACE_S
+        Calls("pause", self._engines, lambda engine: engine.pause("keep", True)).start().settle(deadline)
 
     def _everywhere(self, step: str, call: Callable[[EngineClient], T], timeout_s: float | None = None) -> list[T]:
         """Run `call` for all engines at once; the first failure names the step."""
@@ -216,7 +190,8 @@ def _check_version(engine: EngineClient, version: str) -> None:
 
 
 @contextmanager
-def _timed(clock: dict[str, float], name: str) -> Iterator[None]:
+def timed(clock: dict[str, float], name: str) -> Iterator[None]:
+    """Write the block's seconds under `name`, if it ends well."""
     began = time.perf_counter()
     yield
     clock[name] = time.perf_counter() - began

@@ -1,4 +1,4 @@
-"""The weight, cache and scoring routes of one vLLM server.
+"""The weight, cache, adapter and scoring routes of one vLLM server.
 
 Every call has one deadline as a whole, and one error that names server, route and cause.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import httpx
@@ -101,10 +102,27 @@ class EngineClient:
     def resume(self) -> None:
         self._call("POST", "/resume")
 
-    def score(self, prompts: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
+    def adapters(self) -> dict[str, Path]:
+        """The folder of each adapter that it has, by name."""
+        models = self._json("GET", "/v1/models")["data"]
+        return {str(model["id"]): Path(model["root"]) for model in models if model.get("parent") is not None}
+
+    def load_adapter(self, name: str, folder: Path) -> None:
+        """The server reads the folder itself, so it must lie there under the same path."""
+        self._call("POST", "/v1/load_lora_adapter", json={"lora_name": name, "lora_path": str(folder)})
+
+    def unload_adapter(self, name: str) -> None:
+        """Nobody can ask for it any more; calls that run under it end under it."""
+        self._call("POST", "/v1/unload_lora_adapter", json={"lora_name": name})
+
+    def score(self, prompts: Sequence[NDArray[np.int32]], adapter: str | None = None) -> list[NDArray[np.float32]]:
         """The engine's own logprob of tokens 1 .. L - 1 of each prompt, at temperature 1."""
-        body = {"model": self.model, "prompt": [p.tolist() for p in prompts], "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
-        choices = sorted(self._json("POST", "/v1/completions", json=body)["choices"], key=lambda choice: choice["index"])
+        model = adapter or self.model
+        body = {"model": model, "prompt": [p.tolist() for p in prompts], "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+        answer = self._json("POST", "/v1/completions", json=body)
+        if adapter is not None and answer.get("model", adapter) != adapter:
+            raise SyncFailed(f"engine {self.url} was asked for adapter {adapter} and answered as {answer['model']!r}")
+        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         if len(choices) != len(prompts):
             raise SyncFailed(f"engine {self.url}: scored {len(choices)} of {len(prompts)} probe prompts")
         try:
@@ -136,6 +154,13 @@ class EngineClient:
         except httpx.HTTPError as error:
             raise SyncFailed(f"engine {self.url}{path}: {error!r}") from error
         if response.status_code != 200:
-            hint = "; start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config" if response.status_code == 404 else ""
+            hint = f"; start it with {_flags(path)}" if response.status_code == 404 and "Not Found" in response.text else ""
             raise SyncFailed(f"engine {self.url}{path}: HTTP {response.status_code}: {response.text[:300]!r}{hint}")
         return response
+
+
+def _flags(path: str) -> str:
+    """What a server was started without that lacks this route."""
+    if "lora_adapter" in path:
+        return "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora"
+    return "VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config"

@@ -6,14 +6,26 @@ shows them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from harness_rl.errors import InvariantError
+from harness_rl.sync.client import EngineClient, SyncFailed
+from harness_rl.sync.everywhere import GRACE_S, Calls, everywhere
+
+Score = Callable[[list[NDArray[np.int32]]], list[NDArray[np.float32]]]
+"""Prompts -> logprob of tokens 1 .. L - 1 of each at temperature 1, by the learner."""
 SHORTEST = 32
 """A prompt is not cut below this, so that a probe has context to disagree about."""
+
+
+class WeightProofFailed(InvariantError):
+    """The engine does not compute with the weights that it was sent."""
 
 
 @dataclass(frozen=True)
@@ -92,3 +104,40 @@ class LogprobProbe:
 
     def _missing(self, prompts: Sequence[NDArray[np.int32]]) -> int:
         return self.tokens - sum(len(prompt) - 1 for prompt in prompts)
+
+
+def prove(
+    engines: Sequence[EngineClient],
+    probe: LogprobProbe,
+    score: Score,
+    version: str,
+    prompts: Sequence[NDArray[np.int32]],
+    adapter: str | None = None,
+) -> Proof:
+    """The worst engine's proof; `adapter` is the name to ask for, where it is not the engines' own model.
+
+    Raises WeightProofFailed for the first engine that fails, or else SyncFailed for the first that does not answer.
+    """
+    limit = min(everywhere("models", engines, lambda engine: engine.max_model_len())) - 1
+    prompts = [prompt[:limit] for prompt in prompts]
+    with ThreadPoolExecutor(1) as pool:
+        learner = pool.submit(score, prompts)  # while the engines score
+        calls = Calls("probe", engines, lambda engine: engine.score(prompts, adapter)).start()
+        found = calls.settle(time.monotonic() + max(engine.timeout_s for engine in engines) + GRACE_S)
+        expected = learner.result()
+    proofs = []
+    for engine, scores in zip(engines, found, strict=True):
+        if isinstance(scores, SyncFailed):
+            continue  # of those that answered, one with wrong weights is the worse news
+        proofs.append(proof := probe.judge(scores, expected))
+        if not proof.ok:
+            under, then = ("", "sampling is stopped") if adapter is None else (f" under {adapter}", "no call will ask for it")
+            raise WeightProofFailed(
+                f"engine {engine.url} does not compute with the weights of {version}{under}: over {proof.tokens} tokens its logprobs "
+                f"differ from the learner's by {proof.mean_abs:.3g} in the mean (bound {proof.bound:.3g}), by {proof.max_abs:.3g} at most; "
+                f"{then}"
+            )
+    for scores in found:
+        if isinstance(scores, SyncFailed):
+            raise scores
+    return max(proofs, key=lambda proof: proof.mean_abs)

@@ -9,7 +9,7 @@ import asyncio
 from typing import TypeVar
 
 from aiohttp import web
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from capture_proxy import bodies
 from capture_proxy.app import Proxy, add_agent_routes, json_errors
@@ -39,6 +39,14 @@ class Release(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     version: str | None = None
+    adapter: str | None = None
+    """The name under which the engines serve this version; None: it is their own model."""
+
+    @model_validator(mode="after")
+    def _named(self) -> Release:
+        if self.adapter is not None and self.version is None:
+            raise ValueError("an adapter needs its version")
+        return self
 
 
 class Seal(BaseModel):
@@ -114,8 +122,11 @@ class AdminRoutes:
     async def release(self, request: web.Request) -> web.Response:
         self._authorise(request)
         gate = self.proxy.ctx.gate
-        gate.release((await read_model(request, Release, self.proxy.settings)).version)
-        return web.json_response({"held": False, "version": gate.version})
+        release = await read_model(request, Release, self.proxy.settings)
+        if self.proxy.settings.adapters and release.adapter is None:
+            raise web.HTTPBadRequest(reason="adapter: the proxy was started with --adapters and would ask the engines' own model; name one")
+        asked = gate.release(release.version, release.adapter)
+        return web.json_response({"held": False, "version": gate.version, "adapters_asked": asked})
 
     async def health(self, request: web.Request) -> web.Response:
         """Anyone learns that the proxy runs; the admin key shows more."""
@@ -130,6 +141,7 @@ class AdminRoutes:
                 "held": gate.held,
                 "held_reason": gate.reason,
                 "version": gate.version,
+                "adapter": gate.adapter.name if gate.adapter is not None else None,
                 **self._gauges(),
             }
         )

@@ -40,6 +40,9 @@ from capture_proxy.stream import EventStream
 
 log = logging.getLogger(__name__)
 
+ADAPTER_WAIT_S = 300.0
+"""How long a call waits for control's first word, where policies are adapters."""
+
 
 class Proxy:
     """Everything that lives as long as the process: store, engines, sessions, gate, counters."""
@@ -48,6 +51,8 @@ class Proxy:
         self.settings = settings
         self.store = Store(settings.store, settings.durability)
         gate = Gate()
+        if settings.adapters:
+            gate.hold("an adapter of the policy", ADAPTER_WAIT_S)
         control = ControlTokens(settings.tokenizer) if settings.tokenizer is not None else None
         retry = patience(settings.retry, len(settings.engines))
         engines = [Engine(url, settings.model, retry, settings.generate_timeout_s, gate) for url in settings.engines]

@@ -67,6 +67,7 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="sessions share cached blocks only under the weights they began with",
     )
+    p.add_argument("--adapters", action="store_true", help="calls wait until a release names the adapter that they ask for")
     p.add_argument("--durability", choices=("process", "host"), default=Settings.durability, help="what a stored turn survives")
     return p
 
@@ -103,6 +104,7 @@ def settings_from(args: argparse.Namespace) -> Settings:
         capture=args.capture,
         tokenizer=args.tokenizer,
         salt_prefix_cache=args.salt_prefix_cache,
+        adapters=args.adapters,
         durability=args.durability,
         workers=args.workers,
     )

@@ -108,9 +108,12 @@ class ProxyClient:
         """From now on new agent calls wait, each at most `timeout_s`."""
         return await self._json("POST", "/hold", {"reason": reason, "timeout_s": timeout_s})
 
-    async def release(self, version: str | None = None) -> dict[str, Any]:
-        """Held calls go on. `version` is the policy version that the engines now serve."""
-        return await self._json("POST", "/release", {"version": version})
+    async def release(self, version: str | None = None, adapter: str | None = None) -> dict[str, Any]:
+        """Held calls go on. `version` is the policy version that the engines now serve, as their own model or as `adapter`.
+
+        `adapters_asked` of the answer: the adapters that can still be asked for, this one and those of requests under way.
+        """
+        return await self._json("POST", "/release", {"version": version, "adapter": adapter})
 
     async def health(self) -> dict[str, Any]:
         """State of the proxy and of its engines."""

@@ -1,8 +1,9 @@
 """Client of one engine's HTTP surface: render, generate, derender, and the chat route where the token routes are missing.
 
 Invariant: what comes back is either exactly what the engine reported, checked (one logprob per id, of that id, finite and <= 0, versions
-that cover the answer), or is marked as a problem; nothing is padded or invented. Waits and retries are bounded, redirects are never
-followed, and a cancelled call closes its upstream connection, which makes the engine stop sampling.
+that cover the answer), or is marked as a problem; nothing is padded or invented, and no other model answers for an adapter that was asked
+for. Waits and retries are bounded, redirects are never followed, and a cancelled call closes its upstream connection, which makes the
+engine stop sampling.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ import numpy as np
 from capture_proxy import fastjson
 from capture_proxy.bigjson import off_loop
 from capture_proxy.codec import Ids, Logps
-from capture_proxy.gate import Gate, HeldTooLong
+from capture_proxy.gate import Adapter, Gate, HeldTooLong
 from capture_proxy.http1 import HttpClient, NoAnswer
 from capture_proxy.resumption import ABORTED, Partial, cut_at_stop
-from capture_proxy.sample import BadSample, Sample, chat_sample, generate_sample, prompt_scores, rendered_ids, tokenized_ids
+from capture_proxy.sample import BadSample, Sample, chat_sample, generate_sample, prompt_scores, rendered_ids, sampled_by, tokenized_ids
 
 T = TypeVar("T")
 
@@ -162,11 +163,11 @@ class Engine:
         while True:
             holds = self._gate.holds
             whole = np.concatenate([prompt, call.ids]) if len(call.ids) else prompt
-            body = {"model": self.model, "token_ids": whole, "sampling_params": {**call.params(params), "logprobs": 0}, **extra}
+            body = {"token_ids": whole, "sampling_params": {**call.params(params), "logprobs": 0}, **extra}
             if salt is not None:
                 body["cache_salt"] = salt
-            answer = await self._call("POST", "/inference/v1/generate", body, self._generate_timeout_s)
-            sample = call.add(self._checked(generate_sample, answer, len(whole)), goes_on)
+            answer, adapter = await self._ask_policy("/inference/v1/generate", body)
+            sample = call.add(sampled_by(self._checked(generate_sample, answer, len(whole)), adapter), goes_on)
             if sample.finish_reason != ABORTED or (sample := call.exhausted(params) or sample).finish_reason != ABORTED:
                 seams = [start for start, _ in call.parts]
                 sample = await cut_at_stop(sample, seams, params.get("stop") or (), self.detokenize)
@@ -200,8 +201,7 @@ class Engine:
     async def score(self, ids: Ids, start: int) -> Logps:
         """Logprobs of `ids[start:]` given what precedes each, at temperature 1 under the current weights. float32 [len(ids) - start]."""
         params = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
-        body = {"model": self.model, "token_ids": ids, "sampling_params": params}
-        answer = await self._call("POST", "/inference/v1/generate", body, self._generate_timeout_s)
+        answer, _ = await self._ask_policy("/inference/v1/generate", {"token_ids": ids, "sampling_params": params})
         return self._checked(prompt_scores, answer, ids, start)
 
     async def chat(self, chat: dict[str, Any], params: dict[str, Any], salt: str | None = None) -> tuple[Ids, Sample, Parsed]:
@@ -210,12 +210,13 @@ class Engine:
         What the engine aborts begins again: this route takes no ids to go on from.
         """
         wants = {"return_token_ids": True, "return_tokens_as_token_ids": True, "logprobs": True, "top_logprobs": 0}
-        body = {"model": self.model, **chat, **params, **wants, **({} if salt is None else {"cache_salt": salt})}
+        body = {**chat, **params, **wants, **({} if salt is None else {"cache_salt": salt})}
         unexplained = 0
         while True:
             holds = self._gate.holds
-            answer = await self._call("POST", "/v1/chat/completions", body, self._generate_timeout_s, ids="prompt_token_ids")
+            answer, adapter = await self._ask_policy("/v1/chat/completions", body, ids="prompt_token_ids")
             prompt, sample = self._checked(chat_sample, answer)
+            sample = sampled_by(sample, adapter)
             if sample.finish_reason != ABORTED:
                 return prompt, sample, self._checked(_parsed, answer["choices"][0]["message"])
             self.aborts += 1
@@ -243,7 +244,9 @@ class Engine:
         return str(answer["prompt"])
 
     async def version(self) -> str | None:
-        """The weight version that the server says it has, or None where it does not say."""
+        """The weight version that the server says it has, or None where it does not say; an adapter has its own."""
+        if self._gate.adapter is not None:
+            return self._gate.adapter.version
         try:
             answer = await self._call("GET", "/weight_info")
         except EngineRefused:
@@ -262,6 +265,28 @@ class Engine:
     def close(self) -> None:
         """Closes the idle connections."""
         self._http.close()
+
+    async def _ask_policy(self, path: str, body: dict[str, Any], ids: str | None = None) -> tuple[dict[str, Any], Adapter | None]:
+        """One request to the policy, and the adapter that answered it, where policies are adapters.
+
+        Raises `EngineUnavailable` where the engine does not have the adapter (it was started again), `EngineError` where it answers as
+        another model: nothing else is ever sampled in its place.
+        """
+        while True:
+            with self._gate.asking() as adapter:
+                name = self.model if adapter is None else adapter.name
+                try:
+                    answer = await self._call("POST", path, {"model": name, **body}, self._generate_timeout_s, ids=ids)
+                except EngineRefused as error:
+                    if adapter is None or error.status != 404:
+                        raise
+                    if self._gate.adapter == adapter:
+                        missing = f"engine {self.url} does not have adapter {name}; it is asked again once the learner has loaded it"
+                        raise EngineUnavailable(missing) from error
+                    continue  # it was started again under this request, of which nothing was sampled, and has the policy's next adapter
+                if adapter is not None and answer.get("model", name) != name:
+                    raise EngineError(f"engine {self.url} was asked for adapter {name} and answered as {answer['model']!r}")
+                return answer, adapter
 
     def _checked(self, read: Callable[..., T], *args: Any) -> T:
         try:

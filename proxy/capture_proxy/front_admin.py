@@ -40,7 +40,8 @@ class FrontAdmin:
         self._key: str | None = None
         """The admin key, once someone has shown it: workers want it too."""
         self._hold: dict[str, Any] | None = None
-        self._version: str | None = None
+        self._release: dict[str, Any] | None = None
+        """The last that named a version."""
         self._changing = asyncio.Lock()
         """A hold or release, and a worker that comes up, one after the other."""
 
@@ -56,8 +57,8 @@ class FrontAdmin:
     async def restore(self, worker: AskedWorker) -> None:
         """Brings a worker that was started again to the state of the others, and says that it is up. Raises `WorkerDown`."""
         async with self._changing:
-            if self._version is not None:
-                await self._ask(worker, "POST", "/release", {"version": self._version})
+            if self._release is not None:
+                await self._ask(worker, "POST", "/release", self._release)
             if self._hold is not None:
                 await self._ask(worker, "POST", "/hold", self._hold)
             worker.up.set()
@@ -71,10 +72,12 @@ class FrontAdmin:
 
     async def release(self, request: web.Request) -> web.Response:
         self._authorise(request)
-        release = await read_model(request, Release, self.settings)
+        release = (await read_model(request, Release, self.settings)).model_dump()
         async with self._changing:
-            self._hold, self._version = None, release.version or self._version
-            return web.json_response((await self._all("POST", "/release", release.model_dump()))[0])
+            self._hold, self._release = None, release if release["version"] is not None else self._release
+            answers = await self._all("POST", "/release", release)
+            asked = sorted({name for answer in answers for name in answer["adapters_asked"]})
+            return web.json_response({**answers[0], "adapters_asked": asked})
 
     async def health(self, request: web.Request) -> web.Response:
         key = bearer(request)

@@ -73,7 +73,9 @@ def joined_sample(first: Sample, more: Sample) -> Sample:
     """`first` and what was sampled after it, as one sample; its problem is that of `more`, which then has no logprobs for the whole."""
     ids = np.concatenate([first.ids, more.ids])
     logps: Logps = np.concatenate([first.logps, more.logps]) if more.problem is None else np.empty(0, np.float32)
-    return replace(more, ids=ids, logps=logps, versions=_joined_versions(first, more), cached_tokens=first.cached_tokens)
+    adapters = tuple(dict.fromkeys([*first.adapters, *more.adapters]))
+    versions = _joined_versions(first, more)
+    return replace(more, ids=ids, logps=logps, versions=versions, cached_tokens=first.cached_tokens, adapters=adapters)
 
 
 def _joined_versions(first: Sample, more: Sample) -> tuple[tuple[str, int, int], ...] | None:

@@ -6,12 +6,13 @@ Invariant: a `Sample` without a `problem` holds one finite logprob <= 0 for each
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from capture_proxy.codec import Logps
+from capture_proxy.gate import Adapter
 from capture_proxy.ids import MAX_ID, Ids
 
 LOGPROB_FLOOR = -9999.0
@@ -39,6 +40,8 @@ class Sample:
     cached_tokens: int = 0
     parts: tuple[tuple[int, int | None], ...] = ()
     """(first id, seed) of each further request that it took, because the engine ended the one before (`resumption`)."""
+    adapters: tuple[str, ...] = ()
+    """Names of the adapters that sampled it, in order; none: the engine's own model did."""
 
     @property
     def ended_by_token(self) -> bool:
@@ -67,6 +70,17 @@ def chat_sample(answer: dict[str, Any]) -> tuple[Ids, Sample]:
     if prompt is None and sample.problem is None:
         sample = _with_problem(sample, "the server does not report prompt token ids (it needs return_token_ids, vLLM 0.11 or newer)")
     return np.empty(0, np.int32) if prompt is None else prompt, sample
+
+
+def sampled_by(sample: Sample, adapter: Adapter | None) -> Sample:
+    """The sample with the version of the adapter that it was asked of, in place of the version of the engine's own model.
+
+    None of it is known where that model's weights changed on the way: the adapter is a difference to them.
+    """
+    if adapter is None:
+        return sample
+    steady = sample.versions is None or len(sample.versions) <= 1
+    return replace(sample, versions=((adapter.version, 0, len(sample.ids)),) if steady else None, adapters=(adapter.name,))
 
 
 def rendered_ids(answer: dict[str, Any]) -> Ids:

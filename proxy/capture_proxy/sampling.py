@@ -156,7 +156,7 @@ async def sample_by_chat(session: Session, call: AgentCall, running: RunningCall
         params=params,
         seed=seed,
         constrained=json_output or call.tool_choice not in (None, "auto", "none"),
-        version_range=(before, await engine.version()),
+        version_range=None if sample.adapters else (before, await engine.version()),
         quoted=quoted(call.messages),
     )
 

@@ -37,6 +37,8 @@ class Settings:
     salt_prefix_cache: bool = False
     """A session uses only blocks that the engine cached for sessions which began under the same weights: for engines whose cached blocks
     outlive an update of the weights."""
+    adapters: bool = False
+    """Policies are adapters of the engines' model: no call is sampled before control has named one, and then never by the model alone."""
     certificates: Path | None = None
     """Where certificates of templates are kept; None: in `store`."""
     durability: Durability = "process"

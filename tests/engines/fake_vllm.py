@@ -85,6 +85,8 @@ def serve() -> None:
         app.router.add_get("/weight_info", lambda request: web.json_response({"weight_version": "default"}))
         app.router.add_get("/get_world_size", lambda request: web.json_response({"world_size": 1}))
         app.router.add_post("/init_weight_transfer_engine", init)
+    if "--enable-lora" in sys.argv and os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING") == "1":
+        app.router.add_post("/v1/load_lora_adapter", tokens)
     app.router.add_post("/v1/completions", completions)
     app.router.add_post("/die", die)
     web.run_app(app, host=options["--host"], port=int(options["--port"]), print=None)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from harness_rl.config import EngineSection, SyncSection
-from harness_rl.engines.command import Device, engine_command, engine_environment
+from harness_rl.config import EngineSection, RunConfig, SyncSection
+from harness_rl.engines.command import Adapters, Device, engine_command, engine_environment
 from harness_rl.engines.logs import last_error
 from harness_rl.errors import UserError
 
@@ -49,6 +49,21 @@ def test_an_engine_that_shares_the_learners_gpu_takes_its_weights_by_ipc_and_may
     assert "--enable-sleep-mode" in argv and "--enable-sleep-mode" not in flags(EngineSection(), "cuda")
     assert engine_environment(EngineSection(), "cuda", PYTHON, {}, sync)["VLLM_ALLOW_INSECURE_SERIALIZATION"] == "1"
     assert "VLLM_ALLOW_INSECURE_SERIALIZATION" not in engine_environment(EngineSection(), "cuda", PYTHON, {}, SyncSection())
+
+
+@pytest.mark.parametrize(("rank", "every", "flags"), [(1, 1, ("1", "4")), (9, 1, ("16", "4")), (512, 3, ("512", "2"))])
+def test_an_engine_that_takes_adapters_has_a_slot_for_each_version_that_trains_and_one_to_come(
+    rank: int, every: int, flags: tuple[str, str]
+) -> None:
+    sections = {"learner": {"lora_rank": rank}, "sync": {"lora": "adapter", "every": every}, "rollout": {"max_staleness": 2}}
+    config = RunConfig.model_validate(sections)
+    argv = engine_command(config.engine, "cpu", PYTHON, Path("/model"), "policy", 8100, config.sync, Adapters.of(config))
+    assert (value(argv, "--max-lora-rank"), value(argv, "--max-loras")) == flags and "--enable-lora" in argv
+    assert "--weight-transfer-config" not in argv  # nothing replaces the weights under the adapters
+    inherited = {"VLLM_SKIP_MODEL_NAME_VALIDATION": "1"}  # with it the base model would answer for a name that is not there
+    env = engine_environment(config.engine, "cpu", PYTHON, inherited, config.sync, Adapters.of(config))
+    assert env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1" and "VLLM_SKIP_MODEL_NAME_VALIDATION" not in env
+    assert Adapters.of(RunConfig.model_validate({"learner": {"lora_rank": rank}})) is None
 
 
 @pytest.mark.parametrize(("backend", "device"), [("ipc", "cpu"), ("nccl", "cpu"), ("gloo", "cuda")])

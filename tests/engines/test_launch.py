@@ -27,7 +27,7 @@ async def start(section: EngineSection, folder: Path) -> object:
 async def test_ready_engine_tells_what_it_is_and_stops_with_its_whole_group(fake_engine: FakeEngine, tmp_path: Path) -> None:
     engine = await launch(fake_engine(), tmp_path, run_dir=tmp_path / "run", served_model="policy")
     assert engine.model == "policy" and engine.info.max_model_len == 2048 and engine.info.has_tokens_api and engine.info.has_weight_api
-    assert engine.info.missing == []
+    assert engine.info.missing() == []
     assert engine.alive and await engine.ready()
     group = engine.pid
     assert group is not None and len(group_members(group)) >= 2

@@ -84,7 +84,7 @@ def test_many_seeded_prompts_at_once_are_answered(owned: Owned) -> None:
 
 async def test_everything_is_there(owned: Owned) -> None:
     info = await probe(owned.url)
-    assert info.missing == [] and info.processed_logprobs and info.has_weight_backend
+    assert info.missing() == [] and info.processed_logprobs and info.has_weight_backend
     assert info.model == "policy" and info.max_model_len == 1024 and info.weight_version == "default"
 
 

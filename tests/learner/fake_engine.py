@@ -1,11 +1,12 @@
-"""A server with vLLM's weight and scoring routes over a tiny transformers model, and switches for the faults a real one can have.
+"""A server with vLLM's weight, adapter and scoring routes over a tiny transformers model, and switches for faults a real one can have.
 
-The gloo transfer is real: it joins the sender's group as a worker would. Like vLLM on CPU it computes with a private copy of the tied head,
-which a reload must pack again.
+Adapters are read by peft, from their folders. The gloo transfer is real: it joins the sender's group as a worker would. Like vLLM on CPU it
+computes with a private copy of the tied head, which a reload must pack again.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import socket
@@ -20,6 +21,7 @@ from urllib.parse import urlparse
 import torch
 import torch.distributed as dist
 from learner_helpers import alone
+from peft import PeftModel
 
 from harness_rl.engines.vllm_plugin import check_plan, open_group
 
@@ -30,7 +32,10 @@ class FakeEngine:
         self.head = model.get_output_embeddings().weight.detach().clone()
         self.calls: list[str] = []
         self.faults: set[str] = set()
-        """ignore_update, stale_head, wrong_version, shift_logprobs, refuse_update, hang_update, no_reset, no_probe, no_drain"""
+        """ignore_update, stale_head, wrong_version, shift_logprobs, refuse_update, hang_update, no_reset, no_probe, no_drain; of adapters
+        refuse_adapter, wrong_adapter, forget_adapter, base_for_all"""
+        self.adapters: dict[str, tuple[str, Any]] = {}
+        """Folder and merged model of each."""
         self.stalled: set[str] = set()
         """Routes (as in `calls`, without the query) that do not answer until `healed` is set."""
         self.killed_at: str | None = None
@@ -65,7 +70,26 @@ class FakeEngine:
         return 200, {"world_size": 1}
 
     def on_models(self, _: Any) -> tuple[int, Any]:
-        return 200, {"data": [{"id": "policy", "max_model_len": 256}]}
+        adapters = [{"id": name, "root": folder, "parent": "policy"} for name, (folder, _) in self.adapters.items()]
+        return 200, {"data": [{"id": "policy", "root": "/model", "parent": None, "max_model_len": 256}, *adapters]}
+
+    def on_load_lora_adapter(self, body: dict[str, Any]) -> tuple[int, Any]:
+        name, folder = body["lora_name"], body["lora_path"]
+        if "refuse_adapter" in self.faults:
+            return 500, {"error": {"message": "LoRA rank 64 is greater than max_lora_rank 16"}}
+        if name in self.adapters:
+            return 400, {"error": {"message": f"The lora adapter '{name}' has already been loaded."}}
+        if "forget_adapter" not in self.faults:
+            merged = PeftModel.from_pretrained(copy.deepcopy(self.model), folder).merge_and_unload()
+            if "wrong_adapter" in self.faults:
+                merged.get_parameter("model.layers.1.mlp.down_proj.weight").data.mul_(1.05)
+            self.adapters[name] = folder, merged
+        return 200, "Success"
+
+    def on_unload_lora_adapter(self, body: dict[str, Any]) -> tuple[int, Any]:
+        if self.adapters.pop(body["lora_name"], None) is None:
+            return 404, {"error": {"message": f"The lora adapter '{body['lora_name']}' cannot be found."}}
+        return 200, "Success"
 
     def on_init_weight_transfer_engine(self, body: dict[str, Any]) -> tuple[int, Any]:
         info = body["init_info"]
@@ -147,11 +171,20 @@ class FakeEngine:
     def on_completions(self, body: dict[str, Any]) -> tuple[int, Any]:
         if "no_probe" in self.faults:
             return 200, {"choices": []}
-        return 200, {"choices": [{"index": i, "prompt_logprobs": self._score(ids)} for i, ids in enumerate(body["prompt"])]}
+        name = body["model"]
+        if name != "policy" and name not in self.adapters:
+            if "base_for_all" not in self.faults:
+                return 404, {"error": {"message": f"The model `{name}` does not exist."}}
+            name = "policy"
+        model = self.adapters[name][1] if name in self.adapters else self.model
+        return 200, {
+            "model": name,
+            "choices": [{"index": i, "prompt_logprobs": self._score(model, ids)} for i, ids in enumerate(body["prompt"])],
+        }
 
     @torch.no_grad()
-    def _score(self, ids: list[int]) -> list[Any]:
-        hidden = self.model.base_model(input_ids=torch.tensor([ids]), use_cache=False, branches=alone(ids)).last_hidden_state[0]
+    def _score(self, model: Any, ids: list[int]) -> list[Any]:
+        hidden = model.base_model(input_ids=torch.tensor([ids]), use_cache=False, branches=alone(ids)).last_hidden_state[0]
         logprobs = torch.log_softmax(hidden @ self.head.T, -1)[:-1].gather(-1, torch.tensor(ids[1:])[:, None]).squeeze(-1).tolist()
         if "shift_logprobs" in self.faults:
             logprobs = [*logprobs[1:], logprobs[0]]

@@ -374,7 +374,7 @@ async def test_g13_a_diverged_step_is_neither_saved_nor_synced(
 async def test_e09_an_adapter_is_pushed_merged_under_the_one_name_that_agents_use(
     model_folder: Path, tmp_path: Path, link: LearnerLink, engine: tuple[FakeEngine, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No adapter is ever loaded by name, so that none can vanish under a call; each push is proven by its logprobs, also after a resume."""
+    """None is loaded by name unless the run says so; each push is proven by its logprobs, also after a resume."""
     fake, url = engine
     for resume, step, version in ((False, 1, "k-1"), (True, 2, "n-2")):
         lineage = version[0]
@@ -395,6 +395,80 @@ async def test_e09_an_adapter_is_pushed_merged_under_the_one_name_that_agents_us
     assert not any("lora" in call or "adapter" in call for call in fake.calls)
     names = {path.name for path in (tmp_path / "run" / "checkpoints" / "step-2" / "adapter").iterdir()}
     assert names == {"adapter_config.json", "adapter_model.safetensors"}
+
+
+@pytest.fixture
+def base_engine() -> Iterator[tuple[FakeEngine, str]]:
+    """With the run's own base model, as one that adapters are loaded into must."""
+    made = FakeEngine(Policy.wrap(tiny_llama(), torch.float32).model)
+    with serve(made) as url:
+        yield made, url
+
+
+async def allow_adapter(link: LearnerLink, version: str, *also_asked: str) -> Message:
+    assert (await expect(link, "sync_begin"))["version"] == version
+    await link.send("sync_go")
+    done = await expect(link, "sync_done")
+    assert done["adapter"] == f"policy@{version}" and done["proof"]["ok"]
+    await link.send("sync_ack", adapters_asked=[done["adapter"], *also_asked])
+    return done
+
+
+async def test_each_policy_is_loaded_by_name_also_after_a_resume_and_what_nobody_asks_for_goes(
+    model_folder: Path, tmp_path: Path, link: LearnerLink, base_engine: tuple[FakeEngine, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake, url = base_engine
+    more: dict[str, Any] = {"lora_rank": 4, "learning_rate": 3e-2, "sync_lora": "adapter"}
+    process = Process(spec_of(model_folder, tmp_path / "run", url, **more), link, monkeypatch)
+    await expect(link, "hello")
+    await allow_adapter(link, "k-0")
+    await link.send_batch(1, rows_at(0, seed=1), 10)
+    await allow_adapter(link, "k-1", "policy@k-0")  # a call is still under the first
+    assert (await expect(link, "result"))["version"] == "k-1"
+    assert set(fake.adapters) == {"policy@k-0", "policy@k-1"}
+    fake.adapters.clear()  # the engine is started again
+    await link.send("resync")
+    await allow_adapter(link, "k-1")
+    await link.send("stop", save=True)
+    assert (await expect(link, "checkpoint"))["step"] == 1
+    await expect(link, "bye")
+    assert await process.exit_code() == 0
+    await expect(link, "closed")
+    trained = fake.adapters["policy@k-1"][1].state_dict()
+
+    process = Process(spec_of(model_folder, tmp_path / "run", url, resume=True, lineage="n", **more), link, monkeypatch)
+    assert (await expect(link, "hello"))["step"] == 1
+    await allow_adapter(link, "n-1")
+    await link.send("stop", save=False)
+    await expect(link, "bye")
+    assert await process.exit_code() == 0
+    assert set(fake.adapters) == {"policy@n-1"}
+    resumed, start = fake.adapters["policy@n-1"][1].state_dict(), fake.model.state_dict()
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert all(torch.equal(value, resumed[key]) for key, value in trained.items())
+    assert not torch.equal(trained[name], start[name])
+    assert not any(call.startswith(("pause", "start", "update", "reset")) for call in fake.calls)
+
+
+async def test_an_adapter_that_an_engine_refuses_is_named_and_one_that_is_another_ends_the_run(
+    model_folder: Path, tmp_path: Path, link: LearnerLink, base_engine: tuple[FakeEngine, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake, url = base_engine
+    spec = spec_of(model_folder, tmp_path / "run", url, lora_rank=4, learning_rate=3e-2, sync_lora="adapter")
+    process = Process(spec, link, monkeypatch)
+    await expect(link, "hello")
+    await allow_adapter(link, "k-0")
+    fake.faults = {"refuse_adapter"}
+    await link.send_batch(1, rows_at(0), 10)
+    await expect(link, "sync_begin")
+    await link.send("sync_go")
+    failed = await expect(link, "sync_failed")
+    assert failed["version"] == "k-1" and "greater than max_lora_rank" in failed["message"]
+    fake.faults = {"wrong_adapter"}
+    await link.send("resync")
+    failed = await expect(link, "failed")
+    assert failed["error"] == "WeightProofFailed" and "under policy@k-1" in failed["message"]
+    assert await process.exit_code() == 1 and "policy@k-0" in fake.adapters
 
 
 @pytest.mark.parametrize(("max_rejected", "ends"), [(0, True), (1, False)])

@@ -14,11 +14,11 @@ from learner_helpers import VOCABULARY, tiny_llama, tiny_policy
 
 from harness_rl.engines.vllm_plugin import check_plan
 from harness_rl.learner.policy import Policy
-from harness_rl.sync.base import StopPolicy, WeightProofFailed, WeightSync
+from harness_rl.sync.base import StopPolicy, WeightSync
 from harness_rl.sync.client import EngineClient, SyncFailed
 from harness_rl.sync.gloo import GlooSender, rank_offsets
 from harness_rl.sync.load import Load, read_load
-from harness_rl.sync.verify import LogprobProbe
+from harness_rl.sync.verify import LogprobProbe, WeightProofFailed
 
 RESET = "reset_prefix_cache?reset_running_requests=true"
 PROMPTS = [np.random.default_rng(i).integers(0, VOCABULARY, 60).astype(np.int32) for i in range(4)]

@@ -13,9 +13,9 @@ from fake_engine import FakeEngine, serve
 from learner_helpers import tiny_policy
 from test_sync import PROMPTS, Rig, new_engine
 
-from harness_rl.sync.base import WeightProofFailed
 from harness_rl.sync.client import EngineClient, SyncFailed
 from harness_rl.sync.gloo import GlooSender
+from harness_rl.sync.verify import WeightProofFailed
 
 BEFORE_RESUME = {
     "health": "health",

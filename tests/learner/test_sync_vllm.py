@@ -20,10 +20,10 @@ from harness_rl.learner.policy import Policy
 from harness_rl.learner.rows import build_rows
 from harness_rl.learner.spec import LearnerSpec
 from harness_rl.learner.step import Trainer
-from harness_rl.sync.base import StopPolicy, WeightProofFailed, WeightSync
+from harness_rl.sync.base import StopPolicy, WeightSync
 from harness_rl.sync.client import EngineClient
 from harness_rl.sync.gloo import GlooSender
-from harness_rl.sync.verify import LogprobProbe
+from harness_rl.sync.verify import LogprobProbe, WeightProofFailed
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
 PROMPTS = [np.random.default_rng(i).integers(0, 256, 129).astype(np.int32) for i in range(4)]

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -57,7 +57,9 @@ def preload() -> str:
 
 
 @contextmanager
-def vllm(model: Path, log: Path, port: int | None = None, start_timeout_s: float = 300.0) -> Iterator[str]:
+def vllm(
+    model: Path, log: Path, port: int | None = None, start_timeout_s: float = 300.0, flags: Sequence[str] = (), **more_env: str
+) -> Iterator[str]:
     if port is None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -72,11 +74,12 @@ def vllm(model: Path, log: Path, port: int | None = None, start_timeout_s: float
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
+        **more_env,
     }
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", "policy"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager", "--max-model-len", "1024"]
     command += ["--max-num-seqs", "8", "--logprobs-mode", "processed_logprobs", "--enable-scale-out"]
-    command += ["--worker-extension-cls", "vllm_faults.FaultExtension", "--weight-transfer-config", '{"backend": "gloo"}']
+    command += ["--worker-extension-cls", "vllm_faults.FaultExtension", "--weight-transfer-config", '{"backend": "gloo"}', *flags]
     with log.open("wb") as out:
         process = subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
     url = f"http://127.0.0.1:{port}"

@@ -44,6 +44,7 @@ def one_line(capsys: pytest.CaptureFixture[str]) -> str:
         ("warmup.target_low=0.9", "warmup.target_low must be below"),
         ('learner.gpus="1-3"', "learner.gpus"),
         ("learner.context_parallel=2", "learner.processes = 1 is not a multiple of learner.context_parallel = 2"),
+        ("sync.lora=adapter", "sync.lora = adapter: there is no adapter without learner.lora_rank; set it, or leave sync.lora out"),
     ],
 )
 def test_a_wrong_setting_is_one_line_and_exit_2(config, capsys, setting, words):

@@ -26,6 +26,7 @@ class FakeLink:
 
     async def send(self, type_: str, **fields: object) -> None:
         self.sent.append(type_)
+        self.fields = fields
 
     async def close(self) -> None:
         pass
@@ -48,8 +49,9 @@ async def learner(tmp_path):
     async def hold(version: str) -> None:
         done.append(f"hold {version}")
 
-    async def release(report) -> None:
+    async def release(report) -> list[str]:
         done.append(f"release {report.version}")
+        return [report.adapter, "policy@a-0"] if report.adapter else []
 
     async def failed(reason: str) -> None:
         done.append(reason)
@@ -63,7 +65,7 @@ async def learner(tmp_path):
 
 
 def sync(version: str, **proof: object) -> list[Message]:
-    done = {"version": version, "proof": PROOF | proof, "seconds": {}, "counts": {}}
+    done = {"version": version, "proof": PROOF | proof, "seconds": {}, "counts": {}, "adapter": None}
     return [Message("sync_begin", {"version": version}), Message("sync_done", done)]
 
 
@@ -74,6 +76,15 @@ async def test_a_weight_update_is_served_while_nobody_asks_for_a_message(learner
     assert learner.done == ["hold a-1", "release a-1"]
     assert learner.link.sent == ["sync_go", "sync_ack"]
     assert (await learner.process.next(1)).type == "sync_done"
+
+
+async def test_the_learner_is_told_which_adapters_can_still_be_asked_for(learner):
+    begin, end = sync("a-1")
+    learner.link.coming.put_nowait(begin)
+    learner.link.coming.put_nowait(Message("sync_done", end.fields | {"adapter": "policy@a-1"}))
+    assert (await learner.process.next(1)).type == "sync_done"
+    assert learner.process.last_sync.adapter == "policy@a-1"
+    assert learner.link.fields == {"adapters_asked": ["policy@a-1", "policy@a-0"]}
 
 
 async def test_an_update_that_failed_is_asked_for_again_or_ends_the_run(learner):

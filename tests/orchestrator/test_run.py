@@ -95,6 +95,22 @@ async def test_the_first_update_waits_until_the_starting_weights_are_evaluated(t
     assert len(factory.episodes) == 2 * len(factory.prompt_rows())
 
 
+async def test_where_policies_are_adapters_only_the_first_holds_calls():
+    holds = []
+
+    async def hold(reason, timeout_s):
+        holds.append(reason)
+
+    run = a_run()
+    run.config = RunConfig.model_validate({"sync": {"lora": "adapter"}, "learner": {"lora_rank": 8}})
+    run.services, run.lineage = SimpleNamespace(hold=hold), "a"
+    run._may_update.set()
+    await run._hold("a-0")
+    run.state.version = "a-0"
+    await run._hold("a-1")
+    assert holds == ["weights a-0"]
+
+
 async def test_an_engine_that_dies_under_the_start_evaluation_has_both_start_over(tmp_path):
     """The update waits for the evaluation, the evaluation for an engine that only the waiting learner could give its weights."""
     asked, lives = [], []
@@ -214,6 +230,21 @@ async def test_the_last_evaluation_waits_for_the_last_weights_where_a_run_ends_b
     [
         ({"sync": {"every": 4}}, r"sync.every = 4: the last steps .* 3 steps old, and rollout.max_staleness is 2"),
         ({"sync": {"sleep": True}}, "set sync.backend = ipc"),
+        ({"sync": {"lora": "adapter"}}, "no adapter without learner.lora_rank; set it, or leave sync.lora out"),
+        ({"sync": {"lora": "adapter"}, "learner": {"lora_rank": 513}}, "vLLM takes ranks up to 512, and learner.lora_rank is 513"),
+        *(
+            (
+                {"sync": {"lora": "adapter", **more}, "learner": {"lora_rank": 8}},
+                rf"sync\.{name} = .* with sync.lora = adapter leave it out",
+            )
+            for name, more in {
+                "backend": {"backend": "gloo"},
+                "mode": {"mode": "wait"},
+                "kv": {"kv": "keep"},
+                "wait_s": {"wait_s": 5.0},
+            }.items()
+        ),
+        ({"sync": {"lora": "adapter"}, "learner": {"lora_rank": 8}, "warmup": {"enabled": True}}, "run harness-rl warmup first"),
     ],
 )
 def test_updates_that_cannot_work_are_refused_before_anything_starts(sections, words):

@@ -48,9 +48,9 @@ class FakeEngine:
 
 
 @contextlib.asynccontextmanager
-async def running(tmp_path, **proxy):
+async def running(tmp_path, adapters=False, **proxy):
     config = RunConfig.model_validate({"proxy": proxy})
-    process = await start_proxy(config.proxy, engine_urls=[NOBODY], model="policy", run_dir=tmp_path)
+    process = await start_proxy(config.proxy, engine_urls=[NOBODY], model="policy", run_dir=tmp_path, adapters=adapters)
     services = Services(config, FakeEngine(), process, RunState("test", 1))
     try:
         yield services
@@ -87,6 +87,16 @@ async def test_a_dead_proxy_is_started_again_at_its_address_and_knows_the_versio
         assert services.proxy.child.process.pid != before
         assert services.proxy.url == url
         assert await gate(services) == (False, "a-7")
+
+
+async def test_a_proxy_that_is_started_again_holds_calls_until_it_knows_their_adapter(tmp_path):
+    async with running(tmp_path, adapters=True) as services, services.watched(no_resync):
+        assert await gate(services) == (True, None)
+        assert await services.release("a-7", "policy@a-7") == ["policy@a-7"]
+        kill(services)
+        await until_restarted(services)
+        health = await services.proxy.client.health()
+        assert (health["held"], health["version"], health["adapter"]) == (False, "a-7", "policy@a-7")
 
 
 async def test_a_proxy_that_dies_while_calls_are_held_holds_them_again(tmp_path):

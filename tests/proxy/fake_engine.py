@@ -75,6 +75,11 @@ class FakeEngine:
     tokenize_route: bool = True
     weight_info: bool = True
     version: str = "default"
+    """Of its own model's weights."""
+    adapters: set[str] = field(default_factory=set)
+    """Names beside `model` that it samples for."""
+    answers_as: str | None = None
+    """The model that its answers say sampled them, in place of the one that was asked."""
     default_text: str = "ok"
     default_style: str = "words"
     delay_s: float = 0.0
@@ -211,7 +216,8 @@ class FakeEngine:
         return web.Response()
 
     async def _models(self, request: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": [{"id": self.model, "max_model_len": self.max_model_len}]})
+        adapters = [{"id": name, "parent": self.model, "root": f"/run/adapters/{name}"} for name in sorted(self.adapters)]
+        return web.json_response({"object": "list", "data": [{"id": self.model, "max_model_len": self.max_model_len}, *adapters]})
 
     async def _weight_info(self, request: web.Request) -> web.Response:
         if not self.weight_info:
@@ -261,7 +267,7 @@ class FakeEngine:
         body = await self._body(request)
         if not self.token_routes:
             return _error(403, "Scale-out endpoints are disabled.")
-        if (failed := await self._fail(request)) is not None:
+        if (failed := await self._fail(request, body)) is not None:
             return failed
         params = body["sampling_params"]
         if params.get("prompt_logprobs") is not None:
@@ -272,11 +278,12 @@ class FakeEngine:
         choice = self._choice(ids, said, entries, "token_id")
         usage = {"prompt_tokens": len(body["token_ids"]), "completion_tokens": len(ids)}
         choices = [choice] * (2 if self.fault == "two_choices" else 1)
-        return web.Response(text=json.dumps({"choices": choices, "usage": usage}), content_type="application/json")
+        answer = {"model": self.answers_as or body["model"], "choices": choices, "usage": usage}
+        return web.Response(text=json.dumps(answer), content_type="application/json")
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         body = await self._body(request)
-        if (failed := await self._fail(request)) is not None:
+        if (failed := await self._fail(request, body)) is not None:
             return failed
         prompt = self.tokenizer.encode(self.template(body))
         ids, said = await self._sample(prompt, body)
@@ -286,11 +293,14 @@ class FakeEngine:
         text = self.tokenizer.decode(ids[:-1] if ids and ids[-1] == END else ids)
         choice["message"] = self.parse(text, body.get("tools"))
         answer: dict[str, Any] = {"choices": [choice], "usage": {"prompt_tokens": len(prompt), "completion_tokens": len(ids)}}
+        answer["model"] = self.answers_as or body["model"]
         if body.get("return_token_ids") and self.fault != "no_prompt_ids":
             answer["prompt_token_ids"] = prompt
         return web.Response(text=json.dumps(answer), content_type="application/json")
 
-    async def _fail(self, request: web.Request) -> web.Response | None:
+    async def _fail(self, request: web.Request, body: dict[str, Any]) -> web.Response | None:
+        if body["model"] not in {self.model, *self.adapters}:
+            return _error(404, f"The model `{body['model']}` does not exist. Valid aliases: {self.model}.")
         if not self.statuses:
             return None
         status = self.statuses.popleft()

@@ -169,10 +169,11 @@ async def test_a_killed_worker_comes_back_with_its_sessions_and_the_others_notic
         assert unknown <= 2
 
 
-async def test_a_worker_comes_back_under_the_hold_that_is_in_force(engine: FakeEngine, tmp_path: Path) -> None:
-    async with process(engine, tmp_path, "--workers", "2") as (child, url), ProxyClient(url, ADMIN_KEY) as admin:
+async def test_a_worker_comes_back_under_the_hold_and_the_adapter_that_are_in_force(engine: FakeEngine, tmp_path: Path) -> None:
+    engine.adapters = {"policy@a-4"}
+    async with process(engine, tmp_path, "--workers", "2", "--adapters") as (child, url), ProxyClient(url, ADMIN_KEY) as admin:
         sessions = [await admin.create_session() for _ in range(4)]
-        await admin.release("a-3")
+        assert (await admin.release("a-3", "policy@a-3"))["adapters_asked"] == ["policy@a-3"]
         await admin.hold("weights", timeout_s=60)
         for pid in worker_pids(child.pid).values():
             os.kill(pid, signal.SIGKILL)
@@ -185,9 +186,11 @@ async def test_a_worker_comes_back_under_the_hold_that_is_in_force(engine: FakeE
                             break
                     await asyncio.sleep(0.05)
             assert engine.bodies("/render") == []
-            assert (await admin.health())["version"] == "a-3"
-            await admin.release("a-4")
+            health = await admin.health()
+            assert (health["version"], health["adapter"]) == ("a-3", "policy@a-3")
+            await admin.release("a-4", "policy@a-4")
             await asyncio.gather(*calls)
+        assert {body["model"] for body in engine.bodies("/generate")} == {"policy@a-4"}
 
 
 async def test_handed_off_listeners_reach_their_worker_and_outlive_it(engine: FakeEngine, tmp_path: Path) -> None:
