@@ -143,7 +143,7 @@ class Services:
                     self._proxy_up.clear()
 
     @asynccontextmanager
-    async def watched(self, resync: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
+    async def watched(self, resync: Callable[[], Awaitable[object]]) -> AsyncIterator[None]:
         """For as long as the body runs, a dead proxy or engine is started again (`proxy.max_restarts`, `engine.max_restarts`).
 
         `resync` is called for an engine that was started again, with agents' calls held: it has the learner push its weights, and the
@@ -173,7 +173,7 @@ class Services:
                 continue
             self._proxy_up.set()
 
-    async def _watch_engine(self, resync: Callable[[], Awaitable[None]]) -> None:
+    async def _watch_engine(self, resync: Callable[[], Awaitable[object]]) -> None:
         while True:
             await self.engine.died()
             self.state.say(f"the engine died ({self.engine.last_words()}); starting it again")

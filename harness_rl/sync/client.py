@@ -154,13 +154,16 @@ class EngineClient:
         except httpx.HTTPError as error:
             raise SyncFailed(f"engine {self.url}{path}: {error!r}") from error
         if response.status_code != 200:
-            hint = f"; start it with {_flags(path)}" if response.status_code == 404 and "Not Found" in response.text else ""
-            raise SyncFailed(f"engine {self.url}{path}: HTTP {response.status_code}: {response.text[:300]!r}{hint}")
+            raise SyncFailed(f"engine {self.url}{path}: HTTP {response.status_code}: {response.text[:300]!r}{_hint(path, response)}")
         return response
 
 
-def _flags(path: str) -> str:
-    """What a server was started without that lacks this route."""
+def _hint(path: str, response: httpx.Response) -> str:
+    """What to do about a 404: of a route that is not there, or of a folder."""
+    if response.status_code != 404:
+        return ""
+    if "Not Found" not in response.text:
+        return "; it must see that folder under the same path" if path.endswith("/load_lora_adapter") else ""
     if "lora_adapter" in path:
-        return "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora"
-    return "VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config"
+        return "; start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora"
+    return "; start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config"

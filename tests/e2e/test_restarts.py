@@ -20,6 +20,7 @@ import httpx
 import pytest
 from e2e.killing import Run, check_whole, descendants, failed_rollouts, find, running, write_config
 
+from capture_proxy.trace import TrainingTrace
 from harness_rl.sandboxes.reaper import audit
 
 pytestmark = [pytest.mark.full, pytest.mark.engine, pytest.mark.root]
@@ -105,6 +106,31 @@ def test_a_part_is_killed_at_each_moment_and_started_again(
                 until_said_again(run, " proven", proven)  # weights that were pushed anew, before anything else is killed
         run.ends()
     check_end(folder, run.said, causes)
+
+
+def test_where_policies_are_adapters_whatever_is_started_again_samples_under_a_loaded_one(config: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "killed"
+    lora = ["--set", "sync.lora=adapter", "--set", "learner.lora_rank=4", "--set", "learner.learning_rate=1e-3"]
+    with running(str(config), *OPTIONS, *lora, log=tmp_path / "output.log") as run:
+        run.until("-0 proven")
+        for part, recovery in ((WORKER, "the engine died"), (PROXY, "the capture proxy died"), (LEARNER, "going on from step")):
+            victim = await_moment(run, folder, "rollouts running", part)
+            recovered, proven = run.said.count(recovery), run.said.count(" proven")
+            os.kill(victim, signal.SIGKILL)
+            until_said_again(run, recovery, recovered)
+            if part != PROXY:
+                until_said_again(run, " proven", proven)
+        run.ends()
+    check_end(folder, run.said, {"engine", "capture"})
+    proven = set(re.findall(r"weights (\w+-\d+) proven", run.said))
+    sampled = set()
+    for file in folder.glob("rollouts/*/trace.bin"):
+        for turn in TrainingTrace.from_bytes(file.read_bytes()).turns:
+            ((version, _, _),) = turn.metadata["weight_versions"]
+            assert turn.metadata["adapters"] == [f"policy@{version}"]
+            sampled.add(version)
+    assert sampled <= proven and len(sampled) >= STEPS
+    assert len(list((folder / "adapters").iterdir())) <= 3  # the last, what calls were under, and what goes next
 
 
 def test_whole_trees_of_running_sandboxes_are_killed_at_each_moment_and_their_rollouts_are_made_again(config: Path, tmp_path: Path) -> None:

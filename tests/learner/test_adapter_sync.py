@@ -43,7 +43,7 @@ class Rig:
 
     def new_sync(self, urls: list[str]) -> AdapterSync:
         probe = LogprobProbe(exact=True, bound=1e-4, first_bound=0.15, tokens=200)
-        clients = [EngineClient(url, "policy", 20.0) for url in urls]
+        clients = [EngineClient(url, "policy", 60.0) for url in urls]
         return AdapterSync(clients, self.root, self.write, probe, self.policy.score_prompts)
 
     def write(self, folder: Path) -> None:

@@ -84,6 +84,8 @@ class FakeEngine:
     default_style: str = "words"
     delay_s: float = 0.0
     """Before every generation ends."""
+    held_up: asyncio.Event | None = None
+    """No generation ends before it is set."""
     fault: str | None = None
     """Of the next generations: `no_logprobs`, `short`, `doubled`, `shuffled`, `swapped`, `nan`, `null`, `floor`, `positive`, `bool_ids`,
     `no_ids`, `no_versions`, `bad_versions`, `two_choices`."""
@@ -322,6 +324,8 @@ class FakeEngine:
         self.active += 1
         try:
             await asyncio.sleep(said.delay_s or self.delay_s)
+            if self.held_up is not None:
+                await self.held_up.wait()
         except asyncio.CancelledError:
             self.cancelled += 1
             raise

@@ -42,11 +42,12 @@ async def sampled(served: Served, session_id: str) -> list[tuple[Any, Any]]:
 async def test_a_call_ends_under_the_adapter_that_it_began_with(engine: FakeEngine, serve: Serve, capture: str) -> None:
     served = await served_by(engine, serve, "a1-3", "a1-4", "a1-5", capture=capture)
     agent, created = await served.agent()
-    engine.say("slow", delay_s=0.3)
+    engine.held_up = asyncio.Event()
     call = asyncio.create_task(agent.ask())
     await until(lambda: engine.active == 1)
     # Not held: nothing of the running call changes, and it alone can still ask for its adapter.
     assert (await served.admin.release("a1-4", "policy@a1-4"))["adapters_asked"] == ["policy@a1-3", "policy@a1-4"]
+    engine.held_up.set()
     await call
     await agent.ask({"role": "user", "content": "go on"})
     assert asked(engine) == ["policy@a1-3", "policy@a1-4"]
