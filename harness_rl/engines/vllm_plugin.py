@@ -1,4 +1,4 @@
-"""Loaded inside vLLM: the `gloo` weight-transfer backend, and the repair of the output head that a CPU reload leaves stale.
+"""Loaded inside vLLM: the `gloo` weight-transfer backend, and repairs of its CPU build (a stale output head, waits, scores under LoRA).
 
 vLLM's own backends need CUDA; this one speaks the same HTTP routes with the same life cycle, so that the CPU path is the GPU path with
 another backend string. On CPU vLLM packs each linear layer into a private copy. A reload re-packs the layers it loads, but with tied
@@ -88,9 +88,31 @@ def wait_without_spinning() -> bool:
     return True
 
 
+def score_prompts_beside_adapters() -> bool:
+    """On CPU, let a server with LoRA score prompts, which the proof of a sync does; True where that was done now.
+
+    vLLM applies the output head's part of the adapters to as many rows as it samples tokens, and its engine ends when a prompt has more.
+    Where no adapter has such a part (ours never do) there is nothing to apply, and it is left out.
+    """
+    from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+    from vllm.platforms import current_platform
+
+    apply = PunicaWrapperCPU.add_lora_logits
+    if not current_platform.is_cpu() or apply.__module__ == __name__:
+        return False
+
+    def add_lora_logits(self: Any, y: Any, x: Any, lora_a_stacked: Any, lora_b_stacked: Any, scale: Any, **kwargs: Any) -> None:
+        if len(x.view(-1, x.shape[-1])) == len(self.sampler_indices) or lora_b_stacked.any():
+            apply(self, y, x, lora_a_stacked, lora_b_stacked, scale, **kwargs)
+
+    PunicaWrapperCPU.add_lora_logits = add_lora_logits
+    return True
+
+
 def register() -> None:
     """Add the backend to vLLM's registry. Called again in the same process (vLLM loads its plugins more than once) it does nothing."""
     wait_without_spinning()
+    score_prompts_beside_adapters()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     with suppress(ValueError):  # already registered

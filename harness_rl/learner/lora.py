@@ -50,6 +50,8 @@ def add(model: Any, spec: LearnerSpec) -> None:
     except ValueError as error:
         raise UserError(f"learner.lora_targets: {error}") from None
     for name, module in model.named_modules():
+        if hasattr(module, "lora_A") and module is model.get_output_embeddings():
+            raise UserError(f"learner.lora_targets: {name} is the output head, which stays as it is; leave it out")
         if hasattr(module, "lora_A") and not isinstance(module.get_base_layer(), torch.nn.Linear):
             raise UserError(
                 f"learner.lora_targets: {name} is a {type(module.get_base_layer()).__name__}; only linear layers can be targets"

@@ -144,6 +144,8 @@ def test_the_model_without_its_adapter_is_the_reference(base: Path) -> None:
 def test_mistakes(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"learner.lora_targets: .*no_such_proj"):
         trainer(spec_of(base, lora_targets=["no_such_proj"]))
+    with pytest.raises(UserError, match=r"lora_targets: lm_head is the output head, which stays as it is; leave it out"):
+        trainer(spec_of(base, lora_targets=["q_proj", "lm_head"]))
     with pytest.raises(UserError, match=r"model.embed_tokens is a Embedding; only linear layers can be targets"):
         trainer(spec_of(base, lora_targets=["embed_tokens"]))
     monkeypatch.setitem(sys.modules, "peft", None)
