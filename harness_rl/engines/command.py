@@ -50,7 +50,7 @@ def engine_command(
     adapters: Adapters | None = None,
 ) -> list[str]:
     """argv of `vllm serve`. `section.extra_args` come last, so that they win. `sync`: how its weights will change; with `adapters` they do
-    not, and nothing can change them."""
+    not, and nothing can change them. Raises UserError."""
     argv = [
         *(str(python), "-m", "vllm.entrypoints.cli.main", "serve", str(model)),
         *("--served-model-name", served_model),
@@ -68,6 +68,8 @@ def engine_command(
     if section.reasoning_parser:
         argv += ["--reasoning-parser", section.reasoning_parser]
     if adapters is not None:
+        if device == "cuda" and section.dtype == "float32":
+            raise UserError("engine.dtype = float32: vLLM's adapters on a GPU are of 16 bits; leave it at auto, or sync.lora at merged")
         argv += ["--enable-lora", "--max-lora-rank", str(adapters.rank), "--max-loras", str(adapters.slots)]
     elif section.expose_dev:
         argv += ["--weight-transfer-config", json.dumps({"backend": weight_backend(device, sync)})]

@@ -64,6 +64,8 @@ def test_an_engine_that_takes_adapters_has_a_slot_for_each_version_that_trains_a
     env = engine_environment(config.engine, "cpu", PYTHON, inherited, config.sync, Adapters.of(config))
     assert env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1" and "VLLM_SKIP_MODEL_NAME_VALIDATION" not in env
     assert Adapters.of(RunConfig.model_validate({"learner": {"lora_rank": rank}})) is None
+    with pytest.raises(UserError, match=r"engine.dtype = float32: .* sync.lora at merged"):
+        engine_command(EngineSection(dtype="float32"), "cuda", PYTHON, Path("/model"), "policy", 8100, config.sync, Adapters.of(config))
 
 
 @pytest.mark.parametrize(("backend", "device"), [("ipc", "cpu"), ("nccl", "cpu"), ("gloo", "cuda")])

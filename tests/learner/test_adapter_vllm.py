@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
 import numpy as np
 import pytest
+import pytest_asyncio
 import torch
 from numpy.typing import NDArray
 from vllm_server import make_tiny_model, vllm
 
-from capture_proxy.engine import Engine, EngineRefused, EngineUnavailable, Retry
+from capture_proxy.engine import Engine, EngineUnavailable, Retry
 from capture_proxy.gate import Gate
 from capture_proxy.sample import Sample
 from harness_rl.learner import lora
@@ -91,8 +92,8 @@ class Rig:
         return float(np.abs(scores[len(prompt) - 1 :] - sample.logps).max())
 
 
-@pytest.fixture
-def rig(server: Server, tmp_path: Path) -> Iterator[Rig]:
+@pytest_asyncio.fixture
+async def rig(server: Server, tmp_path: Path) -> AsyncIterator[Rig]:
     made = Rig(server, tmp_path / "adapters")
     yield made
     for name in made.client.adapters():
@@ -162,9 +163,8 @@ async def test_a_name_that_the_server_does_not_know_is_refused_by_every_route_th
         await rig.sample([1, 2, 3], 2)
     with pytest.raises(SyncFailed, match=r"/v1/completions: HTTP 404"):
         await asyncio.to_thread(rig.client.score, PROMPTS, "policy@k-9")
-    rig.gate.adapter = None
-    with pytest.raises(EngineRefused):
-        await Engine(rig.client.url, "policy@k-9", Retry(), 60.0).chat({"messages": [{"role": "user", "content": "."}]}, {})
+    with pytest.raises(EngineUnavailable, match="does not have adapter policy@k-9"):
+        await rig.proxy.chat({"messages": [{"role": "user", "content": "."}]}, {})
 
 
 def test_an_adapter_that_the_server_cannot_take_is_named_and_it_lives(server: Server, tmp_path: Path, rig: Rig) -> None:
