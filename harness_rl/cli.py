@@ -121,7 +121,7 @@ def _with_config(commands: Any, name: str, command: Command, help_text: str, *, 
 
 def _load(options: argparse.Namespace, suffix: str = "", *, fresh: bool = True) -> RunConfig:
     """The config of a command. `suffix` tells its run folder from that of training; `fresh` takes the next free name."""
-    from harness_rl.config import load_config
+    from harness_rl.configfile import load_config
     from harness_rl.shortform import shorten
 
     if options.config is None:
@@ -140,7 +140,7 @@ def _load(options: argparse.Namespace, suffix: str = "", *, fresh: bool = True) 
 def _train(options: argparse.Namespace) -> int:
     config = _resumed(options) if options.resume else _load(options)
     if options.dry_run:
-        from harness_rl.config import to_toml
+        from harness_rl.configfile import to_toml
 
         print(to_toml(config), end="")
         return 0
@@ -269,7 +269,7 @@ def _proxy(arguments: list[str]) -> int:
 
 
 def _simulate(options: argparse.Namespace) -> int:
-    from harness_rl.config import load_config
+    from harness_rl.configfile import load_config
     from harness_rl.simulate.model import predict
     from harness_rl.simulate.recorded import recorded
     from harness_rl.simulate.report import as_dict, as_text

@@ -23,7 +23,8 @@ from typing import Any, TypeVar
 from rich.console import Console
 
 from harness_rl.agents.registry import check_name
-from harness_rl.config import RunConfig, load_config, to_toml
+from harness_rl.config import RunConfig
+from harness_rl.configfile import load_config, to_toml
 from harness_rl.engines.command import Adapters
 from harness_rl.errors import UserError, first_error
 from harness_rl.imports import load_object

@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from harness_rl.config import RunConfig, resolve_config
+from harness_rl.config import RunConfig
+from harness_rl.configfile import resolve_config
 from harness_rl.errors import UserError
 from harness_rl.learner.recipes import TRL_LOSS_ARGUMENTS, from_trl
 from harness_rl.trl.fields import Field, async_fields, grpo_fields

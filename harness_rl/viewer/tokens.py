@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from harness_rl.config import load_config
+from harness_rl.configfile import load_config
 from harness_rl.errors import UserError
 from harness_rl.paths import cache_dir
 from harness_rl.viewer.text import printable

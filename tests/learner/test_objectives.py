@@ -240,7 +240,7 @@ def test_gradients_with_a_frozen_weight_by_finite_differences() -> None:
 @pytest.mark.parametrize("name", ["grpo", "dapo", "dr_grpo", "cispo", "gspo", "dppo_tv", "dppo_kl"])
 def test_d18_a_ratio_blow_up_stays_bounded(name: str, sign: float) -> None:
     """One token stored at -12 where the learner says -0.5, of any sign of advantage: with each name's own settings it pushes little."""
-    from harness_rl.config import resolve_config
+    from harness_rl.configfile import resolve_config
 
     section = resolve_config({"learner": {"objective": name}}, [], "test").learner
     keys = ("objective", "epsilon_low", "epsilon_high", "ratio", "ratio_max")

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from harness_rl.cli import _load, main
-from harness_rl.config import RunConfig, load_config, resolve_config, to_toml
+from harness_rl.config import RunConfig
+from harness_rl.configfile import load_config, resolve_config, to_toml
 from harness_rl.errors import UserError
 from harness_rl.orchestrator.main import free_name
 from harness_rl.shortform import shorten

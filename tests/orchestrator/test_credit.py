@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from orchestrator.fakes import outcome
 
-from harness_rl.config import RunConfig, resolve_config
+from harness_rl.config import RunConfig
+from harness_rl.configfile import resolve_config
 from harness_rl.errors import UserError
 from harness_rl.learner.rows import rows_from_wire, rows_to_wire, verify_row
 from harness_rl.orchestrator.batches import Assembler, Group

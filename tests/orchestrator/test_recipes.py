@@ -3,7 +3,8 @@
 import pytest
 
 from harness_rl import AsyncGRPOConfig
-from harness_rl.config import LearnerSection, RolloutSection, RunConfig, resolve_config, to_toml
+from harness_rl.config import LearnerSection, RolloutSection, RunConfig
+from harness_rl.configfile import resolve_config, to_toml
 from harness_rl.errors import UserError
 
 
@@ -30,7 +31,7 @@ def test_the_default_is_what_it_was():
 
 
 def test_a_resolved_recipe_reads_back_equal(tmp_path):
-    from harness_rl.config import load_config
+    from harness_rl.configfile import load_config
 
     config = resolve_config({"learner": {"objective": "cispo", "corrections": ["token_mask:0.5:5"]}}, [], "t")
     (tmp_path / "c.toml").write_text(to_toml(config))

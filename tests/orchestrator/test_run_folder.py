@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from harness_rl.config import RunConfig, load_config
+from harness_rl.config import RunConfig
+from harness_rl.configfile import load_config
 from harness_rl.errors import UserError
 from harness_rl.orchestrator.main import run_folder
 

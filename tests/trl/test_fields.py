@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from harness_rl.config import RunConfig, load_config, to_toml
+from harness_rl.config import RunConfig
+from harness_rl.configfile import load_config, to_toml
 from harness_rl.errors import UserError
 from harness_rl.trl.config import LEARNED, AsyncGRPOConfig, GRPOConfig
 from harness_rl.trl.docs import render

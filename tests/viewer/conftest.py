@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from capture_proxy.trace import TrainingTrace
-from harness_rl.config import resolve_config, to_toml
+from harness_rl.configfile import resolve_config, to_toml
 from harness_rl.metrics import Metric, RunState
 from harness_rl.orchestrator.journal import Journal, RolloutState
 
