@@ -51,7 +51,12 @@ def test_an_engine_that_shares_the_learners_gpu_takes_its_weights_by_ipc_and_may
     assert "VLLM_ALLOW_INSECURE_SERIALIZATION" not in engine_environment(EngineSection(), "cuda", PYTHON, {}, SyncSection())
 
 
-@pytest.mark.parametrize(("backend", "device"), [("ipc", "cpu"), ("nccl", "cpu"), ("gloo", "cuda")])
+def test_an_engine_that_takes_patches_is_told_so() -> None:
+    argv = engine_command(EngineSection(), "cuda", PYTHON, Path("/model"), "policy", 8100, SyncSection(backend="sparse_nccl"))
+    assert json.loads(value(argv, "--weight-transfer-config")) == {"backend": "sparse_nccl"}
+
+
+@pytest.mark.parametrize(("backend", "device"), [("ipc", "cpu"), ("nccl", "cpu"), ("sparse_nccl", "cpu"), ("gloo", "cuda")])
 def test_a_transport_that_the_device_has_not_is_refused(backend: str, device: Device) -> None:
     with pytest.raises(UserError, match=rf"sync\.backend = {backend} is not for an engine on {device}"):
         engine_command(EngineSection(), device, PYTHON, Path("/model"), "policy", 8100, SyncSection(backend=backend))
