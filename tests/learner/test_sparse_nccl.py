@@ -67,6 +67,7 @@ class Rig:
     def announced(self) -> list[dict[str, int]]:
         """Name -> weights, of each update call of the first server, which are then forgotten."""
         calls = [dict(zip(info["names"], info["num_updates_list"], strict=True)) for info in self.engines[0].updates]
+        assert all(len(info["names"]) == len(call) for info, call in zip(self.engines[0].updates, calls, strict=True))
         for engine in self.engines:
             engine.updates.clear()
         return calls
@@ -142,6 +143,10 @@ def test_chunks_end_at_their_limit_and_name_a_tensor_once(monkeypatch: pytest.Mo
     rig.weights["q"].view(-1)[[9, 15]] += 1.0
     rig.push()
     assert rig.announced() == [{"embed": 10}, {"embed": 10}, {"q": 2}]
+    flat[[0, 10]] += 1.0
+    rig.weights["q"] += 1.0
+    rig.push()
+    assert rig.announced() == [{"embed": 2}, {"q": 10}, {"q": 6}]
     rig.check()
 
 
