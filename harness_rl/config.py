@@ -241,9 +241,9 @@ class LearnerSection(Section):
 
 
 class SyncSection(Section):
-    backend: Literal["auto", "gloo", "nccl", "ipc"] = "auto"
-    """auto: gloo on a CPU; nccl where engine and learner have GPUs of their own. ipc: they share one, of which the engine takes
-    engine.gpu_memory_fraction."""
+    backend: Literal["auto", "gloo", "nccl", "sparse_nccl", "ipc"] = "auto"
+    """auto: gloo on a CPU; nccl where engine and learner have GPUs of their own. sparse_nccl: as nccl, but only weights that changed are
+    sent. ipc: they share one GPU, of which the engine takes engine.gpu_memory_fraction."""
     mode: Literal["keep", "wait", "abort"] = "keep"
     """What becomes of calls that run when new weights come: frozen, then on under the new ones; first to their end; or ended with what they
     have, and the rest asked for under the new weights. A token always carries the version that sampled it."""

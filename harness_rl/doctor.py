@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from harness_rl.config import RunConfig
 from harness_rl.engines.environment import TorchEnvironment, require_engine, torch_python
+from harness_rl.engines.patchable import check_patchable
 from harness_rl.errors import EngineError, HarnessRLError, UserError
 from harness_rl.models import resolve_model
 from harness_rl.threads import intel_openmp, tcmalloc, thread_plan, usable_cores
@@ -64,7 +65,9 @@ def engine_checks(config: RunConfig) -> list[Check]:
 
 def _model(config: RunConfig) -> Check:
     try:
-        return Check("model", True, resolve_model(config.model.name))
+        folder = resolve_model(config.model.name)
+        check_patchable(config, Path(folder))
+        return Check("model", True, folder)
     except UserError as error:
         return _failed("model", error)
 

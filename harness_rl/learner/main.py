@@ -38,6 +38,7 @@ from harness_rl.sync.client import EngineClient, SyncFailed
 from harness_rl.sync.gloo import GlooSender
 from harness_rl.sync.ipc import IpcSender
 from harness_rl.sync.nccl import NcclSender
+from harness_rl.sync.sparse_nccl import SparseNcclSender
 from harness_rl.sync.verify import LogprobProbe
 
 PROBE_TEXT = (
@@ -317,6 +318,8 @@ class Learner:
         match backend:
             case "nccl":
                 return NcclSender(weights, dtype, timeout_s)
+            case "sparse_nccl":
+                return SparseNcclSender(weights, dtype, timeout_s)
             case "ipc":
                 return IpcSender(weights, dtype, timeout_s)
             case _:

@@ -102,7 +102,7 @@ class LearnerSpec:
     threads: int = 0
     """0 leaves torch's choice."""
 
-    sync_backend: Literal["auto", "gloo", "nccl", "ipc"] = "auto"
+    sync_backend: Literal["auto", "gloo", "nccl", "sparse_nccl", "ipc"] = "auto"
     sync_host: str = "127.0.0.1"
     """Address of this machine that the engines reach."""
     sync_mode: Literal["keep", "wait", "abort"] = "keep"

@@ -26,6 +26,7 @@ from harness_rl.agents.registry import check_name
 from harness_rl.config import RunConfig
 from harness_rl.configfile import load_config, to_toml
 from harness_rl.engines.command import Adapters
+from harness_rl.engines.patchable import check_patchable
 from harness_rl.errors import UserError, first_error
 from harness_rl.imports import load_object
 from harness_rl.metrics import RunState, read_metrics
@@ -88,13 +89,15 @@ def resolve_inputs(
         reward_function = load_reward_function(config.reward.function)
     if eval_factory is None and config.tasks.eval is not None:
         eval_factory = HarborSessionFactory.from_config(config, config.tasks.eval)
+    model_path = Path(resolve_model(config.model.name))
+    check_patchable(config, model_path)
     return Inputs(
         factory=factory,
         rows=rows if rows is not None else factory.prompt_rows(),
         eval_factory=eval_factory,
         eval_rows=eval_factory.prompt_rows() if eval_factory else [],
         reward_function=reward_function,
-        model_path=Path(resolve_model(config.model.name)),
+        model_path=model_path,
         observer=observer,
         advantage_function=load_object(own, "rollout.advantage_function") if (own := config.rollout.advantage_function) else None,
     )

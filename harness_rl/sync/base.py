@@ -30,11 +30,12 @@ T = TypeVar("T")
 
 
 class WeightSender(Protocol):
-    """One transport. `push` runs between `start` and `finish`: it moves every tensor into every engine."""
+    """One transport. `push` runs between `start` and `finish`: it brings every tensor of every engine to the learner's."""
 
     def connect(self, engines: Sequence[EngineClient]) -> None: ...
 
-    def push(self, engines: Sequence[EngineClient]) -> None: ...
+    def push(self, engines: Sequence[EngineClient]) -> dict[str, float]:
+        """Returns what it counted, for the report."""
 
     def close(self) -> None: ...
 
@@ -57,7 +58,7 @@ class SyncReport:
     """pause, transfer, finish, probe; `stopped` is the time from the first pause to the last resume."""
     counts: dict[str, float] = field(default_factory=dict)
     """Where the servers tell: `running` calls at the stop; `cut`, those of them that were aborted; `recomputed_tokens`, of their histories,
-    to be read again under the new weights (rounded up to blocks)."""
+    to be read again under the new weights (rounded up to blocks). And what the sender counted."""
     adapter: str | None = None
     """The name under which the engines have this policy; None: it is their own model."""
 
@@ -90,7 +91,7 @@ class WeightSync:
         with timed(clock, "transfer"):
             self._wake("weights")
             self._everywhere("start", lambda engine: engine.start_update())
-            self._sender.push(self._engines)
+            counts |= self._sender.push(self._engines)
         with timed(clock, "finish"):
             self._everywhere("finish", lambda engine: engine.finish_update(version))
             self._everywhere("version", lambda engine: _check_version(engine, version))

@@ -45,7 +45,7 @@ class GlooSender:
             raise SyncFailed(f"sync step 'connect': gloo rendezvous on {self._host}:{port} failed: {error}") from error
         joins.wait(deadline)
 
-    def push(self, engines: Sequence[EngineClient]) -> None:
+    def push(self, engines: Sequence[EngineClient]) -> dict[str, float]:
         deadline = time.monotonic() + self._timeout
         plan = Plan.of(self._weights, self._dtype)
         buckets = up_to(plan.sizes, BUCKET_BYTES // self._dtype.itemsize)
@@ -64,6 +64,7 @@ class GlooSender:
             updates.check(GRACE_S)
             raise SyncFailed(f"sync step 'update': {error}") from error
         updates.wait(deadline + GRACE_S)
+        return {}
 
     def _await(self, work: Any, updates: Calls[None], deadline: float) -> None:
         """One bucket's way; given up as soon as a receiver has refused, which would never take the rest."""

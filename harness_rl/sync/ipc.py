@@ -69,7 +69,7 @@ class IpcSender:
             )
         Calls("connect", engines, lambda engine: engine.init_transfer({"packed": True})).start().wait(deadline)
 
-    def push(self, engines: Sequence[EngineClient]) -> None:
+    def push(self, engines: Sequence[EngineClient]) -> dict[str, float]:
         self._memory.release()  # the last push's buffer
         deadline = time.monotonic() + self._timeout
         plan = Plan.of(self._weights, self._dtype)
@@ -87,6 +87,7 @@ class IpcSender:
             info = {key: value[part] for key, value in metadata.items()}
             info |= {"ipc_handles_pickled": handle, "tensor_sizes": [size * width for size in plan.sizes[part]]}
             Calls("update", engines, lambda engine, info=info: engine.update(info)).start().wait(deadline)  # type: ignore[misc]
+        return {}
 
     def close(self) -> None:
         """The engine unmaps the buffer when an update is finished."""

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from harness_rl.sync.client import SyncFailed
 
 UNIQUE_ID_BYTES = 128
-FLOAT32, UINT8, SUM = 7, 1, 0
+UINT8, INT32, FLOAT16, FLOAT32, BFLOAT16, SUM = 1, 2, 6, 7, 9, 0
 """ncclDataType_t and ncclRedOp_t, as nccl.h numbers them."""
 
 
@@ -90,9 +90,9 @@ class Communicator:
         """Sum of float32."""
         self._done("ncclAllReduce", self._library.ncclAllReduce(address, address, count, FLOAT32, SUM, self._comm, stream))
 
-    def broadcast(self, address: int, size: int, stream: int) -> None:
-        """`size` bytes from here to all."""
-        self._done("ncclBroadcast", self._library.ncclBroadcast(address, address, size, UINT8, 0, self._comm, stream))
+    def broadcast(self, address: int, count: int, kind: int, stream: int) -> None:
+        """`count` values from here to all; all must name the same count and kind (a ncclDataType_t)."""
+        self._done("ncclBroadcast", self._library.ncclBroadcast(address, address, count, kind, 0, self._comm, stream))
 
     def abort(self) -> None:
         """Ends it, and what is under way in it. Returns at once: NCCL may take its time, in a thread that may be left behind."""

@@ -68,7 +68,12 @@ def test_an_engine_that_takes_adapters_has_a_slot_for_each_version_that_trains_a
         engine_command(EngineSection(dtype="float32"), "cuda", PYTHON, Path("/model"), "policy", 8100, config.sync, Adapters.of(config))
 
 
-@pytest.mark.parametrize(("backend", "device"), [("ipc", "cpu"), ("nccl", "cpu"), ("gloo", "cuda")])
+def test_an_engine_that_takes_patches_is_told_so() -> None:
+    argv = engine_command(EngineSection(), "cuda", PYTHON, Path("/model"), "policy", 8100, SyncSection(backend="sparse_nccl"))
+    assert json.loads(value(argv, "--weight-transfer-config")) == {"backend": "sparse_nccl"}
+
+
+@pytest.mark.parametrize(("backend", "device"), [("ipc", "cpu"), ("nccl", "cpu"), ("sparse_nccl", "cpu"), ("gloo", "cuda")])
 def test_a_transport_that_the_device_has_not_is_refused(backend: str, device: Device) -> None:
     with pytest.raises(UserError, match=rf"sync\.backend = {backend} is not for an engine on {device}"):
         engine_command(EngineSection(), device, PYTHON, Path("/model"), "policy", 8100, SyncSection(backend=backend))
