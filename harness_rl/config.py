@@ -157,7 +157,7 @@ class RolloutSection(Section):
     """`module:function` or `file.py:function` of your own, in place of baseline and spread: (outcomes, rewards) of a group's scored
     rollouts -> for each a number, or {node_id: a number, or one for each sampled token}. Groups of one reward are still left out."""
     balance_groups: bool = False
-    """Train no more rollouts below their group's mean than lie above it, the worst; the others below get advantage 0."""
+    """Train as many rollouts above their group's mean as below it, the best and the worst; the others get advantage 0."""
     shuffle_advantages: bool = False
     """A control: advantages are shuffled inside each group, so that nothing can be learned."""
     shuffle_tasks: bool = True

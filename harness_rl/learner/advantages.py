@@ -46,17 +46,19 @@ def group_advantages(rewards: Sequence[float | None], scale: Scale = "std", base
 
 
 def balanced_group_advantages(rewards: Sequence[float | None], scale: Scale = "std") -> list[float | None]:
-    """Advantages of the rollouts above the group's mean and of no more below it, the worst; the others below get 0.0.
+    """Advantages of as many rollouts above the group's mean as below it: the best and the worst, the rest 0.0.
 
-    Down-sampling as in PODS (arXiv 2504.13818), of one side. Without it a group with one success in ten is one large push up and nine small
-    ones down; an optimizer that normalises each weight's gradient (Adam) keeps their number, not their sum, and the policy drifts away from
-    all of its samples, also from good ones, and also where rewards are noise. Nine successes and one failure are left as they are: more
-    samples of what is pushed up are less noise. A rollout outside the selection has left the baseline: mean and spread are the selection's.
-    None, `scale` and errors as in `group_advantages`.
+    Max-variance down-sampling (PODS, arXiv 2504.13818) with the size left to the group. Two-valued rewards give +1 and -1 in equal number,
+    however lopsided the group. Without it a group with one success in ten is one large push up and nine small ones down; an optimizer that
+    normalises each weight's gradient (Adam) keeps their number, not their sum, and the policy drifts away from all of its samples, also
+    from good ones, and also where rewards are noise. A rollout outside the selection has left the baseline: mean and spread are the
+    selection's. None, `scale` and errors as in `group_advantages`.
     """
     whole = group_advantages(rewards, "none")
-    above = [index for index, advantage in enumerate(whole) if advantage is not None and advantage > 0]
+    above = [(advantage, index) for index, advantage in enumerate(whole) if advantage is not None and advantage > 0]
     below = [(advantage, index) for index, advantage in enumerate(whole) if advantage is not None and advantage < 0]
-    selected = {*above, *(index for _, index in sorted(below)[: len(above)])}
+    size = min(len(above), len(below))
+    best = sorted(above, key=lambda found: (-found[0], found[1]))[:size]
+    selected = {index for _, index in best + sorted(below)[:size]}
     advantages = group_advantages([reward if index in selected else None for index, reward in enumerate(rewards)], scale)
     return [0.0 if reward is not None and advantage is None else advantage for advantage, reward in zip(advantages, rewards, strict=True)]
