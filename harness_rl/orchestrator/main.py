@@ -89,18 +89,18 @@ def resolve_inputs(
         reward_function = load_reward_function(config.reward.function)
     if eval_factory is None and config.tasks.eval is not None:
         eval_factory = HarborSessionFactory.from_config(config, config.tasks.eval)
-    model_path = Path(resolve_model(config.model.name))
-    check_patchable(config, model_path)
-    return Inputs(
+    inputs = Inputs(
         factory=factory,
         rows=rows if rows is not None else factory.prompt_rows(),
         eval_factory=eval_factory,
         eval_rows=eval_factory.prompt_rows() if eval_factory else [],
         reward_function=reward_function,
-        model_path=model_path,
+        model_path=Path(resolve_model(config.model.name)),
         observer=observer,
         advantage_function=load_object(own, "rollout.advantage_function") if (own := config.rollout.advantage_function) else None,
     )
+    check_patchable(config, inputs.model_path)
+    return inputs
 
 
 @dataclass
