@@ -23,9 +23,8 @@ CPU = {"max_completion_length": 256, "max_tool_calling_iterations": 3, "rollout"
 
 def demonstration(row: dict[str, Any]) -> list[dict[str, Any]]:
     """The task's own solution, for the warm start."""
-    commands = solution_commands(read_task(Path(row["task_path"])))
-    calls = [{"content": None, "tool_calls": [{"name": "bash", "arguments": {"command": command}}]} for command in commands]
-    return [*calls, {"content": "Done."}]
+    command = solution_commands(read_task(Path(row["task_path"])))
+    return [{"content": None, "tool_calls": [{"name": "bash", "arguments": {"command": command}}]}, {"content": "Done."}]
 
 
 def trainer(options: argparse.Namespace) -> GRPOTrainer:
