@@ -46,7 +46,7 @@ accept-opencode: prepare ## stock opencode learns the quickstart's tasks (an hou
 	$(RL) agents build opencode >/dev/null
 	.venv/bin/python tests/accept/opencode.py $(ARGS)
 
-accept-games: prepare openenv ## the OpenEnv games learn: echo, catch, Wordle (an hour and a half)
+accept-games: prepare openenv ## are the OpenEnv games learned? echo, catch, Wordle (an hour and a half)
 	.venv/bin/python tests/accept/games.py $(ARGS)
 
 soak: prepare ## two hours of the quickstart with a process killed every five minutes

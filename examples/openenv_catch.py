@@ -5,7 +5,7 @@
 """Train in OpenSpiel's game of catch, on an OpenEnv server: a ball falls through some rows, and a paddle waits below.
 
 .venv-openenv/bin/python examples/openenv_catch.py                                                     a server of its own
-.venv-openenv/bin/python examples/openenv_catch.py --cpu                                               ten minutes on two cores
+.venv-openenv/bin/python examples/openenv_catch.py --cpu                                               small enough for two cores
 .venv-openenv/bin/python examples/openenv_catch.py --env-host https://openenv-openspiel-env.hf.space   a Space
 """
 

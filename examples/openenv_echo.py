@@ -5,7 +5,7 @@
 """Train in the echo game of an OpenEnv server: what comes back is worth a tenth of its length.
 
 .venv-openenv/bin/python examples/openenv_echo.py                                                  a server of its own
-.venv-openenv/bin/python examples/openenv_echo.py --cpu                                            ten minutes on two cores
+.venv-openenv/bin/python examples/openenv_echo.py --cpu                                            small enough for two cores
 .venv-openenv/bin/python examples/openenv_echo.py --env-host https://openenv-echo-env.hf.space     a Space
 """
 

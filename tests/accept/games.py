@@ -1,4 +1,4 @@
-"""`make accept-games`: echo, catch and Wordle are learned on two cores, each by its example's script on a real OpenEnv server; writes
+"""`make accept-games`: are echo, catch and Wordle learned on two cores, each by its example's script on a real OpenEnv server? Writes
 tests/reports/games.md and a picture of each game.
 
 A run that has ended is kept (`--again` makes it anew), so that the hours may be spread; the report names the commit of each.
@@ -98,7 +98,7 @@ def main() -> int:
     options = parser.parse_args()
     folder = options.runs.resolve()
     setting = f"{platform.machine()}, {len(usable_cores())} cores. Rewards are means over all scored games of a step, before any filtering."
-    lines, met = ["# The OpenEnv games are learned", "", setting], True
+    lines, met = ["# Are the OpenEnv games learned", "", setting], True
     for name, game in GAMES.items():
         finished, asked = [], options.game is None or name in options.game
         for kind, seeds in ((LEARNING, game.seeds), (CONTROL, game.controls)):

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from environments.bench import Bench
 
+from harness_rl.tasks.quickstart import draft_split, task_files
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -63,6 +65,19 @@ def test_catch_scores_where_the_ball_lands(moves: list[str], reward: float):
         else:
             game.move(direction)
     assert game.get_reward() == reward
+
+
+def test_the_bash_loop_is_shown_a_tasks_solution_as_one_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    example = importlib.import_module("train_harbor_bash")
+    [draft] = draft_split(["river", "stone", "cloud"], 1, "a")
+    for name, text in task_files(draft, "task").items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    [call, last] = example.demonstration({"task_path": str(tmp_path)})
+    [bash] = call["tool_calls"]
+    assert (bash["name"], last) == ("bash", {"content": "Done."})
+    assert bash["arguments"]["command"] in (tmp_path / "solution" / "solve.sh").read_text().splitlines()
 
 
 def test_the_rows_are_plain_data():
