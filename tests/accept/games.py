@@ -1,8 +1,5 @@
 """`make accept-games`: are echo, catch and Wordle learned on two cores, each by its example's script on a real OpenEnv server? Writes
-tests/reports/games.md and a picture of each game.
-
-A run that has ended is kept (`--again` makes it anew), so that the hours may be spread; the report names the commit of each.
-"""
+tests/reports/games.md and a picture of each game."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from runs import MARKER, REPORTS, ROOT, Finished, command, plot, report_lines
+from runs import REPORTS, ROOT, Finished, Run, plot, report_lines
 
 from harness_rl.threads import usable_cores
 
@@ -93,8 +90,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--game", choices=GAMES, action="append", help="may be repeated (default: all)")
     parser.add_argument("--seed", type=int, action="append", help="may be repeated (default: those of the game)")
-    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "games", help="where the runs are kept")
-    parser.add_argument("--again", action="store_true", help="make runs anew that have ended")
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "games", help="the run folders")
+    parser.add_argument("--again", action="store_true", help="make runs anew that are kept")
     options = parser.parse_args()
     folder = options.runs.resolve()
     setting = f"{platform.machine()}, {len(usable_cores())} cores. Rewards are means over all scored games of a step, before any filtering."
@@ -104,11 +101,12 @@ def main() -> int:
         for kind, seeds in ((LEARNING, game.seeds), (CONTROL, game.controls)):
             for seed in seeds:
                 place = folder / f"{name}-{kind.split()[0]}-{seed}"
+                settings = ["--cpu", "--seed", str(seed), *game.flags, *["--control"] * (kind == CONTROL)]
+                script = ROOT / "examples" / game.script
+                one = Run(kind, seed, [str(PYTHON), str(script), *settings, "--output-dir", str(place)], place, script, settings)
                 make = asked and (options.seed is None or seed in options.seed)
-                if make or (place / MARKER).is_file():
-                    argv = [str(PYTHON), f"examples/{game.script}", "--cpu", "--seed", str(seed), "--output-dir", str(place), *game.flags]
-                    argv += ["--control"] * (kind == CONTROL)
-                    finished.append(command(argv, kind, seed, place, options.again and make))
+                if found := one.make(options.again) if make else one.kept():
+                    finished.append(found)
         if not finished:
             continue
         bars = [bar for found in finished for bar in judge(game, found)]

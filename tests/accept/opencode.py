@@ -6,7 +6,7 @@ import argparse
 import platform
 import sys
 
-from runs import CONFIGS, REPORTS, ROOT, plot, report_lines, run
+from runs import CONFIGS, REPORTS, ROOT, plot, report_lines, training
 
 from harness_rl.threads import usable_cores
 
@@ -16,10 +16,10 @@ NAME = "opencode"
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--again", action="store_true", help="make the run anew if it has ended")
+    parser.add_argument("--again", action="store_true", help="make the run anew if it is kept")
     options = parser.parse_args()
     place = ROOT / "runs" / "accept" / f"{NAME}-{options.seed}"
-    done = run(CONFIGS / "opencode.toml", NAME, options.seed, [], place, options.again)
+    done = training(CONFIGS / "opencode.toml", NAME, options.seed, [], place).make(options.again)
     rise = done.last - done.first
     bars = [
         ("at least 10 steps", str(len(done.rewards)), len(done.rewards) >= 10),

@@ -1,8 +1,7 @@
 """`make accept`: the quickstart and its two controls over three seeds, judged by their bars; writes tests/reports/accept.md and accept.png.
 
 The controls have the same length and the same warm start. With advantages shuffled inside each group, or with learning rate 0, every part
-of the chain still runs, so that a reward that rises there would not be learning. A run that has ended is kept (`--again` makes it anew), so
-that the hours may be spread; the report names the commit of each.
+of the chain still runs, so that a reward that rises there would not be learning.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import platform
 import sys
 from pathlib import Path
 
-from runs import CONFIGS, MARKER, REPORTS, ROOT, Finished, plot, report_lines, run
+from runs import CONFIGS, REPORTS, ROOT, Finished, Run, plot, report_lines, training
 
 from harness_rl.threads import usable_cores
 
@@ -49,7 +48,7 @@ def judge(finished: list[Finished]) -> list[tuple[str, str, bool]]:
 def write_report(finished: list[Finished], bars: list[tuple[str, str, bool]]) -> None:
     setting = (
         f"{platform.machine()}, {len(usable_cores())} cores. Rewards are means over all scored rollouts of a step, before any filtering; "
-        "evaluations are 20 held-out tasks × 4 samples at temperature 1, with 95 % Wilson intervals."
+        "evaluations are 20 held-out tasks × 4 samples at the rollouts' temperature, 0.8, with 95 % Wilson intervals."
     )
     lines = report_lines("Acceptance of the quickstart", finished, bars, setting)
     REPORTS.mkdir(parents=True, exist_ok=True)
@@ -61,20 +60,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, action="append", help=f"may be repeated (default: {' '.join(map(str, SEEDS))})")
     parser.add_argument("--run", choices=RUNS, action="append", help="may be repeated (default: all)")
-    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "accept", help="where the runs are kept")
-    parser.add_argument("--again", action="store_true", help="make runs anew that have ended")
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "accept", help="the run folders")
+    parser.add_argument("--again", action="store_true", help="make runs anew that are kept")
     options = parser.parse_args()
     folder = options.runs.resolve()
     seeds = options.seed or SEEDS
 
-    def place(name: str, seed: int) -> Path:
-        return folder / f"{name.replace(' ', '-')}-{seed}"
+    def one(name: str, seed: int) -> Run:
+        return training(CONFIG, name, seed, RUNS[name], folder / f"{name.replace(' ', '-')}-{seed}")
 
     for name in options.run or RUNS:  # the likeliest to miss its bar first
         for seed in seeds:
-            run(CONFIG, name, seed, RUNS[name], place(name, seed), options.again)
-    done = [(name, seed) for name in RUNS for seed in sorted({*SEEDS, *seeds}) if (place(name, seed) / MARKER).is_file()]
-    finished = [run(CONFIG, name, seed, RUNS[name], place(name, seed), again=False) for name, seed in done]
+            one(name, seed).make(options.again)
+    finished = [found for name in RUNS for seed in sorted({*SEEDS, *seeds}) if (found := one(name, seed).kept())]
     bars = judge(finished)
     write_report(finished, bars)
     for bar, measured, met in bars:

@@ -1,7 +1,12 @@
-"""What the acceptance runs share: one run as a person would type it, kept once it has ended, and a plot of reward curves."""
+"""What the acceptance runs share: one run as a person would type it, and a plot of reward curves.
+
+What a run came to is kept under tests/reports/runs, so that the hours may be spread over days and machines. It names its commit and has a
+digest of what the run was made from: one made from another config or script is made anew, and never stands in a report.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import sqlite3
@@ -9,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +26,8 @@ from harness_rl.metrics import mean, read_metrics
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "examples" / "configs"
 REPORTS = ROOT / "tests" / "reports"
+KEPT = REPORTS / "runs"
 ENDS = 3
-MARKER = "accept.json"
 
 
 @dataclass
@@ -34,6 +39,8 @@ class Finished:
     rewards: list[float]
     evaluations: dict[str, dict[str, Any]]
     """By label: `start` and `end`, of a run that has them."""
+    made_from: str
+    """Digest of the config or script and of the settings."""
 
     @property
     def first(self) -> float:
@@ -54,29 +61,58 @@ class Finished:
         return self.evaluations["end"]["reward"] - self.evaluations["start"]["reward"]
 
 
-def run(config: Path, name: str, seed: int, settings: Sequence[str], place: Path, again: bool) -> Finished:
-    """One `harness-rl train` with its warm start. See `command`."""
-    settings = [f"run.dir={place.parent}", f"run.name={place.name}", f"run.seed={seed}", *settings]
-    argv = [sys.executable, "-m", "harness_rl.cli", "train", str(config)]
-    return command([*argv, *(part for setting in settings for part in ("--set", setting))], name, seed, place, again)
+@dataclass(frozen=True)
+class Run:
+    """One command that trains into the run folder `place`."""
+
+    name: str
+    seed: int
+    argv: Sequence[str]
+    place: Path
+    source: Path
+    """The config or script that it is made from."""
+    settings: Sequence[str]
+
+    @property
+    def made_from(self) -> str:
+        return hashlib.sha256(b"\0".join([self.source.read_bytes(), *(setting.encode() for setting in self.settings)])).hexdigest()[:16]
+
+    @property
+    def kept_at(self) -> Path:
+        return KEPT / self.place.parent.name / f"{self.place.name}.json"
+
+    def kept(self) -> Finished | None:
+        """What it came to, if it has ended and was made from what it would be made from now."""
+        if not self.kept_at.is_file():
+            return None
+        found = Finished(**json.loads(self.kept_at.read_text()))
+        return found if found.made_from == self.made_from else None
+
+    def make(self, again: bool = False) -> Finished:
+        """What it came to; made only if it is not kept, or `again`. Raises CalledProcessError."""
+        if not again and (found := self.kept()):
+            return found
+        shutil.rmtree(self.place, ignore_errors=True)
+        self.place.parent.mkdir(parents=True, exist_ok=True)
+        commit, started = _commit(), time.monotonic()
+        subprocess.run(self.argv, check=True, cwd=ROOT)
+        minutes = (time.monotonic() - started) / 60
+        shutil.rmtree(self.place / "checkpoints", ignore_errors=True)
+        with sqlite3.connect(self.place / "journal.sqlite") as journal:
+            row = journal.execute("SELECT value FROM meta WHERE key = 'evaluations'").fetchone()
+        evaluations = {entry["label"]: entry for entry in json.loads(row[0] if row else "[]")}
+        rewards = [line["reward"] for line in read_metrics(self.place / "metrics.jsonl")]
+        made = Finished(self.name, self.seed, commit, round(minutes, 1), rewards, evaluations, self.made_from)
+        self.kept_at.parent.mkdir(parents=True, exist_ok=True)
+        self.kept_at.write_text(json.dumps(asdict(made), indent=1) + "\n")
+        return made
 
 
-def command(argv: Sequence[str], name: str, seed: int, place: Path, again: bool) -> Finished:
-    """What trains into the run folder `place`; a run that has ended is only read. Raises CalledProcessError."""
-    marker = place / MARKER
-    if again or not marker.is_file():
-        shutil.rmtree(place, ignore_errors=True)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        started = time.monotonic()
-        subprocess.run(argv, check=True, cwd=ROOT)
-        marker.write_text(json.dumps({"commit": _commit(), "minutes": (time.monotonic() - started) / 60}))
-        shutil.rmtree(place / "checkpoints", ignore_errors=True)
-    kept = json.loads(marker.read_text())
-    with sqlite3.connect(place / "journal.sqlite") as journal:
-        found = journal.execute("SELECT value FROM meta WHERE key = 'evaluations'").fetchone()
-    evaluations = {entry["label"]: entry for entry in json.loads(found[0] if found else "[]")}
-    rewards = [line["reward"] for line in read_metrics(place / "metrics.jsonl")]
-    return Finished(name, seed, kept["commit"], kept["minutes"], rewards, evaluations)
+def training(config: Path, name: str, seed: int, settings: Sequence[str], place: Path) -> Run:
+    """One `harness-rl train` with its warm start."""
+    given = [f"run.dir={place.parent}", f"run.name={place.name}", f"run.seed={seed}", *settings]
+    argv = [sys.executable, "-m", "harness_rl.cli", "train", str(config), *(part for setting in given for part in ("--set", setting))]
+    return Run(name, seed, argv, place, config, settings)
 
 
 def report_lines(title: str, finished: Sequence[Finished], bars: Sequence[tuple[str, str, bool]], setting: str) -> list[str]:
