@@ -48,7 +48,7 @@ def judge(finished: list[Finished]) -> list[tuple[str, str, bool]]:
 def write_report(finished: list[Finished], bars: list[tuple[str, str, bool]]) -> None:
     setting = (
         f"{platform.machine()}, {len(usable_cores())} cores. Rewards are means over all scored rollouts of a step, before any filtering; "
-        "evaluations are 20 held-out tasks × 4 samples at the rollouts' temperature, 0.8, with 95 % Wilson intervals."
+        "evaluations are 20 held-out tasks × 4 samples at temperature 1, with 95 % Wilson intervals."
     )
     lines = report_lines("Acceptance of the quickstart", finished, bars, setting)
     REPORTS.mkdir(parents=True, exist_ok=True)
