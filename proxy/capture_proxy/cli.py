@@ -21,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import uvloop
 from aiohttp import web
 
 from capture_proxy import certify, replay
@@ -165,13 +166,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.worker is not None:
             index, fd, folder = args.worker.split(":", 2)
             ours = replace(settings, worker=int(index), store=settings.store / f"worker-{index}")
-            asyncio.run(serve_worker(ours, Path(folder), socket.socket(fileno=int(fd))))
+            uvloop.run(serve_worker(ours, Path(folder), socket.socket(fileno=int(fd))))
             return 0
         check_store(settings.store, settings.workers)
         if settings.workers > 1:
-            asyncio.run(serve_front(settings, arguments, lambda port: _announce(settings, port)))
+            uvloop.run(serve_front(settings, arguments, lambda port: _announce(settings, port)))
         else:
-            asyncio.run(serve(settings))
+            uvloop.run(serve(settings))
     except (StoreError, OSError, ValueError) as error:
         print(f"capture-proxy: {error}", file=sys.stderr)
         return 1

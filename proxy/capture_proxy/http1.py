@@ -12,6 +12,7 @@ import base64
 import ssl
 import zlib
 from dataclasses import dataclass
+from typing import cast
 from urllib.parse import unquote, urlsplit
 
 MAX_HEAD = 1 << 16
@@ -102,8 +103,7 @@ class _Connection(asyncio.Protocol):
             self._answer.set_exception(TimeoutError())
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one in all but its class
 
     def data_received(self, data: bytes) -> None:
         if self._answer is None or self._answer.done():

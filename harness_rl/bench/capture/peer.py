@@ -20,7 +20,8 @@ def serve(engine: str, port: int) -> None:
     from openenv.core.harness.capture.server import create_app
 
     app = create_app(llm_url=engine, model="policy", capture_level="tokens", max_output_tokens=8192)
-    uvicorn.run(app, host="127.0.0.1", port=port, log_level="warning")
+    # The loop that uvicorn takes where only OpenEnv's dependencies are installed: uvloop is here through ours.
+    uvicorn.run(app, host="127.0.0.1", port=port, log_level="warning", loop="asyncio")
 
 
 def trace(url: str, session: str) -> dict[str, float]:
