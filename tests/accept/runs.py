@@ -36,6 +36,8 @@ class Finished:
     seed: int
     commit: str
     minutes: float
+    before: float
+    """Minutes of what came before it: its warm start, next to nothing where that was cached."""
     rewards: list[float]
     evaluations: dict[str, dict[str, Any]]
     """By label: `start` and `end`, of a run that has them."""
@@ -72,6 +74,8 @@ class Run:
     source: Path
     """The config or script that it is made from."""
     settings: Sequence[str]
+    before: Sequence[str] = ()
+    """A command that comes first and is timed apart."""
 
     @property
     def made_from(self) -> str:
@@ -94,35 +98,43 @@ class Run:
             return found
         shutil.rmtree(self.place, ignore_errors=True)
         self.place.parent.mkdir(parents=True, exist_ok=True)
-        commit, started = _commit(), time.monotonic()
-        subprocess.run(self.argv, check=True, cwd=ROOT)
-        minutes = (time.monotonic() - started) / 60
+        commit, times = _commit(), []
+        for argv in (self.before, self.argv):
+            started = time.monotonic()
+            if argv:
+                subprocess.run(argv, check=True, cwd=ROOT)
+            times.append(round((time.monotonic() - started) / 60, 1))
         shutil.rmtree(self.place / "checkpoints", ignore_errors=True)
         with sqlite3.connect(self.place / "journal.sqlite") as journal:
             row = journal.execute("SELECT value FROM meta WHERE key = 'evaluations'").fetchone()
         evaluations = {entry["label"]: entry for entry in json.loads(row[0] if row else "[]")}
         rewards = [line["reward"] for line in read_metrics(self.place / "metrics.jsonl")]
-        made = Finished(self.name, self.seed, commit, round(minutes, 1), rewards, evaluations, self.made_from)
+        made = Finished(self.name, self.seed, commit, times[1], times[0], rewards, evaluations, self.made_from)
         self.kept_at.parent.mkdir(parents=True, exist_ok=True)
         self.kept_at.write_text(json.dumps(asdict(made), indent=1) + "\n")
         return made
 
 
 def training(config: Path, name: str, seed: int, settings: Sequence[str], place: Path) -> Run:
-    """One `harness-rl train` with its warm start."""
+    """`harness-rl warmup` and `harness-rl train`, as `make quickstart` has them."""
     given = [f"run.dir={place.parent}", f"run.name={place.name}", f"run.seed={seed}", *settings]
-    argv = [sys.executable, "-m", "harness_rl.cli", "train", str(config), *(part for setting in given for part in ("--set", setting))]
-    return Run(name, seed, argv, place, config, settings)
+
+    def command(name: str) -> list[str]:
+        return [sys.executable, "-m", "harness_rl.cli", name, str(config), *(part for setting in given for part in ("--set", setting))]
+
+    return Run(name, seed, command("train"), place, config, settings, command("warmup"))
 
 
 def report_lines(title: str, finished: Sequence[Finished], bars: Sequence[tuple[str, str, bool]], setting: str) -> list[str]:
     """A report in Markdown: the runs, the bars with (what, measured, met), and every reward."""
     lines = [f"# {title}", "", setting, ""]
-    lines += ["| run | seed | reward, first 3 steps | last 3 steps | held-out before | held-out after | minutes | commit |"]
-    lines += ["| --- | --- | --- | --- | --- | --- | --- | --- |"]
+    lines += [
+        "| run | seed | reward, first 3 steps | last 3 steps | held-out before | held-out after | minutes | warm start before | commit |"
+    ]
+    lines += ["| --- | --- | --- | --- | --- | --- | --- | --- | --- |"]
     lines += [
         f"| {run.name} | {run.seed} | {run.first:.3f} | {run.last:.3f} | {run.evaluation('start')} | {run.evaluation('end')} "
-        f"| {run.minutes:.1f} | `{run.commit[:8]}` |"
+        f"| {run.minutes:.1f} | {run.before:.1f} | `{run.commit[:8]}` |"
         for run in finished
     ]
     lines += ["", "| bar | measured | met |", "| --- | --- | --- |"]
