@@ -63,6 +63,7 @@ def engine_command(
         *("--generation-config", "vllm"),
         "--enable-prompt-tokens-details",
         "--enable-scale-out",
+        "--return-tokens-as-token-ids",  # with this the proxy lets a server that can (0.33) read its answers as it samples them
         "--disable-uvicorn-access-log",
     ]
     if section.reasoning_parser:

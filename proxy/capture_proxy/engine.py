@@ -21,8 +21,19 @@ from capture_proxy.bigjson import off_loop
 from capture_proxy.codec import Ids, Logps
 from capture_proxy.gate import Adapter, Gate, HeldTooLong
 from capture_proxy.http1 import HttpClient, NoAnswer
+from capture_proxy.onecall import OneCall, Reading
 from capture_proxy.resumption import ABORTED, Partial, cut_at_stop
-from capture_proxy.sample import BadSample, Sample, chat_sample, generate_sample, prompt_scores, rendered_ids, sampled_by, tokenized_ids
+from capture_proxy.sample import (
+    BadSample,
+    Sample,
+    UnnamedIds,
+    chat_sample,
+    generate_sample,
+    prompt_scores,
+    rendered_ids,
+    sampled_by,
+    tokenized_ids,
+)
 
 T = TypeVar("T")
 
@@ -85,6 +96,8 @@ class Rendered:
     """Of the prompt's images (vLLM's MultiModalFeatures); their places count in `ids`."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Fields that belong unchanged into a generate request with that grammar."""
+    reading: Reading | None = None
+    """With which the server reads the answer in the same request; None: it cannot."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +124,7 @@ class Engine:
         """The id that ends an assistant turn in the model's template, once it is known (`splice.closing_token`)."""
         self.turn_ends: dict[int, bool] = {}
         """Last ids of answers that were looked at: whether each ends a turn or is text (`sampling.ends_turn`)."""
+        self.one_call = OneCall(self.url)
         self.generation = 0
         """Grows when what was learnt of the server no longer counts."""
         self._http = HttpClient(self.url, CONNECT_TIMEOUT_S)
@@ -142,6 +156,7 @@ class Engine:
         self._info = None
         self.closing_token = None
         self.turn_ends.clear()
+        self.one_call = OneCall(self.url)
         self.generation += 1
 
     async def render(self, chat: dict[str, Any], known: Ids | None = None) -> Rendered:
@@ -150,24 +165,43 @@ class Engine:
         params = answer.get("sampling_params") or {}
         extra = {key: answer[key] for key in ("reasoning_ended", "reasoning_parser_kwargs") if answer.get(key) is not None}
         ids = self._checked(rendered_ids, answer)
-        return Rendered(ids, params.get("structured_outputs"), tuple(params.get("stop_token_ids") or ()), answer.get("features"), extra)
+        stops = tuple(params.get("stop_token_ids") or ())
+        return Rendered(ids, params.get("structured_outputs"), stops, answer.get("features"), extra, Reading.of(answer))
 
-    async def generate(self, prompt: Ids, params: dict[str, Any], extra: dict[str, Any], salt: str | None = None) -> Sample:
-        """Samples a completion of `prompt`; `salt` names the cached blocks that it may use.
+    async def generate(
+        self, prompt: Ids, params: dict[str, Any], extra: dict[str, Any], salt: str | None = None, reading: Reading | None = None
+    ) -> Sample:
+        """Samples a completion of `prompt`; `salt` names the cached blocks that it may use. With `reading` the sample also has the server's
+        own message, where it came whole from one request that the server could answer so.
 
         What the engine aborts goes on from what it has sampled (a call with a grammar begins again: the grammar would). Aborts that no
         update of the weights explains are borne within the retry bounds.
         """
         goes_on = not params.get("structured_outputs")
         call, unexplained = Partial(), 0
+        refused: EngineRefused | None = None
         while True:
             holds = self._gate.holds
             whole = np.concatenate([prompt, call.ids]) if len(call.ids) else prompt
             body = {"token_ids": whole, "sampling_params": {**call.params(params), "logprobs": 0}, **extra}
             if salt is not None:
                 body["cache_salt"] = salt
-            answer, adapter = await self._ask_policy("/inference/v1/generate", body)
-            sample = call.add(sampled_by(self._checked(generate_sample, answer, len(whole)), adapter), goes_on)
+            if call.parts or self.one_call.left:
+                reading = None
+            try:
+                answer, adapter = await self._ask_policy("/inference/v1/generate", _read(body, reading))
+                sample = sampled_by(self._checked(generate_sample, answer, len(whole), reading is not None), adapter)
+            except UnnamedIds as error:
+                self.one_call.leave(str(error))
+                continue
+            except EngineRefused as error:
+                if reading is None or error.context_full:
+                    raise
+                refused, reading = error, None
+                continue
+            if refused is not None:
+                self.one_call.leave(str(refused))
+            sample = call.add(sample, goes_on)
             if sample.finish_reason != ABORTED or (sample := call.exhausted(params) or sample).finish_reason != ABORTED:
                 seams = [start for start, _ in call.parts]
                 sample = await cut_at_stop(sample, seams, params.get("stop") or (), self.detokenize)
@@ -288,6 +322,10 @@ class Engine:
                     raise EngineError(f"engine {self.url} was asked for adapter {name} and answered as {answer['model']!r}")
                 return answer, adapter
 
+    def read(self, sample: Sample) -> Parsed | None:
+        """The server's own reading of a sample, where it has one."""
+        return None if sample.message is None else _parsed(sample.message)
+
     def _checked(self, read: Callable[..., T], *args: Any) -> T:
         try:
             return read(*args)
@@ -341,6 +379,13 @@ class Engine:
             self.retries += 1
             await asyncio.sleep(self._backoff(attempt))
             attempt += 1
+
+
+def _read(body: dict[str, Any], reading: Reading | None) -> dict[str, Any]:
+    """A generate request whose answer the server is to read."""
+    if reading is None:
+        return body
+    return {**body, **reading.fields(), "sampling_params": {**body["sampling_params"], **reading.decoding}}
 
 
 def _text_size(body: dict[str, Any]) -> int:

@@ -24,6 +24,10 @@ class BadSample(Exception):
     """The answer lacks the very fields that make it an answer."""
 
 
+class UnnamedIds(Exception):
+    """Logprobs come with texts in place of ids."""
+
+
 @dataclass(frozen=True)
 class Sample:
     """One sampled completion."""
@@ -42,6 +46,8 @@ class Sample:
     """(first id, seed) of each further request that it took, because the engine ended the one before (`resumption`)."""
     adapters: tuple[str, ...] = ()
     """Names of the adapters that sampled it, in order; none: the engine's own model did."""
+    message: dict[str, Any] | None = None
+    """What the server's own parsers make of it, where they were asked in the same request (`onecall`)."""
 
     @property
     def ended_by_token(self) -> bool:
@@ -49,15 +55,28 @@ class Sample:
         return self.finish_reason == "stop" and len(self.ids) > 0 and not isinstance(self.stop_reason, str)
 
 
-def generate_sample(answer: dict[str, Any], prompt_len: int) -> Sample:
-    """A `/inference/v1/generate` answer."""
+def generate_sample(answer: dict[str, Any], prompt_len: int, read: bool = False) -> Sample:
+    """A `/inference/v1/generate` answer; `read`: in the one-call form. Raises `BadSample`, and `UnnamedIds` where ids cannot be told."""
     choice = _choice(answer)
     entries = (choice.get("logprobs") or {}).get("content")
-    sample = _sample(choice, answer, entries, _column(entries, "token_id"))
+    if read:
+        tokens = _column(entries, "token")
+        named = [_named_id(token) for token in tokens]
+        if any(isinstance(token, str) and i is None for token, i in zip(tokens, named, strict=True)):
+            raise UnnamedIds("its logprobs name texts and not ids: start vLLM with --return-tokens-as-token-ids")
+        sample = _read(_sample(choice, answer, entries, named), choice.get("message"))
+    else:
+        sample = _sample(choice, answer, entries, _column(entries, "token_id"))
     counted = _get(answer.get("usage"), "prompt_tokens")
     if counted is not None and counted != prompt_len and sample.problem is None:
         return _with_problem(sample, f"the engine counted {counted} prompt tokens, {prompt_len} were sent")
     return sample
+
+
+def _read(sample: Sample, message: Any) -> Sample:
+    """With the server's message; a chat's word for an answer with calls is not why sampling ended."""
+    finish = "stop" if sample.finish_reason == "tool_calls" else sample.finish_reason
+    return replace(sample, finish_reason=finish, message=message if isinstance(message, dict) else None)
 
 
 def chat_sample(answer: dict[str, Any]) -> tuple[Ids, Sample]:
@@ -147,8 +166,7 @@ def _sample(choice: dict[str, Any], answer: dict[str, Any], entries: Any, named:
 
 
 def _with_problem(sample: Sample, problem: str) -> Sample:
-    empty = np.empty(0, np.float32)
-    return Sample(sample.ids, empty, sample.finish_reason, sample.stop_reason, sample.versions, problem, sample.cached_tokens)
+    return replace(sample, logps=np.empty(0, np.float32), problem=problem)
 
 
 def _get(value: Any, key: str) -> Any:

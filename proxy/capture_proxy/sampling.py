@@ -74,7 +74,8 @@ async def sample_by_tokens(
     certificates: Certificates,
     control: ControlTokens | None,
 ) -> Sampled:
-    """render -> splice -> generate (or the script's next turn) -> derender. Raises `CallRefused`, `EngineError`."""
+    """render -> splice -> generate (or the script's next turn) -> derender, unless the engine reads what it samples (`onecall`). Raises
+    `CallRefused`, `EngineError`."""
     template = session.spec.template
     kwargs = template.chat_template_kwargs
     view = View(engine, chat_fields(call, kwargs), control if template.control_tokens == "split" else None)
@@ -104,7 +105,9 @@ async def sample_by_tokens(
             params["stop_token_ids"] = list(built.rendered.stop_token_ids)
         constraint = {"structured_outputs": grammar} if grammar else {}
         extra = {**(built.rendered.extra if grammar else {}), **({"features": built.features} if built.features else {})}
-        sample = await engine.generate(built.ids, {**params, **constraint}, extra, session.cache_salt)
+        # Where a stop text may end the answer we look for it ourselves, and read apart.
+        reading = built.rendered.reading if not call.stop else None
+        sample = await engine.generate(built.ids, {**params, **constraint}, extra, session.cache_salt, reading)
     ended = sample.ended_by_token and await ends_turn(engine, int(sample.ids[-1]), pattern)
     return Sampled(
         engine=engine,
@@ -219,11 +222,18 @@ async def ends_turn(engine: Engine, last: int, control: re.Pattern[str]) -> bool
 
 async def _parse(view: View, sample: Sample, prompt: Ids, ended: bool) -> Parsed:
     """The answer as the agent gets it, by the engine's own parsers; the id that ended the turn is not text."""
+    engine = view.engine
     if not len(sample.ids):
-        raise EngineError(f"engine {view.engine.url}: {sample.problem or 'it sampled nothing'}")
+        raise EngineError(f"engine {engine.url}: {sample.problem or 'it sampled nothing'}")
+    # The engine leaves out the id at which it stopped; where that is text it belongs to the answer.
+    read = engine.read(sample) if ended or not sample.ended_by_token else None
+    if read is not None and engine.one_call.trusts(read):
+        return read
     text = sample.ids[:-1] if ended else sample.ids
     try:
         parsed = await view.derender(text, prompt, sample.finish_reason)
     except EngineRefused as error:
         raise EngineError(f"the sampled answer could not be read: {error}") from error
+    if read is not None:
+        engine.one_call.compare(read, parsed)
     return visible(parsed, sample.stop_reason)

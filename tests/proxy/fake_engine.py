@@ -96,6 +96,13 @@ class FakeEngine:
     """The template shows no `<think>` block at all."""
     reads_thinking: bool = False
     """The parser gives a leading `<think>` block as reasoning."""
+    one_call: bool = False
+    """As vLLM 0.33: a render tells with what an answer can be read, and a generation reads its own."""
+    names_ids: bool = True
+    """In that form its logprobs name ids, not texts (`--return-tokens-as-token-ids`)."""
+    refuses_reading: bool = False
+    misreads: bool = False
+    """What that form reads is not what its parser reads."""
     statuses: deque[int] = field(default_factory=deque)
     """HTTP statuses that the next generate or chat requests get instead of an answer; -1 resets the connection, 302 redirects."""
     redirect_to: str = "http://127.0.0.1:9/"
@@ -253,7 +260,11 @@ class FakeEngine:
             features = {"mm_hashes": {"image": images}, "mm_placeholders": {"image": places}, "kwargs_data": {"image": images}}
         forced = body.get("tool_choice") not in (None, "auto", "none") or (body.get("response_format") or {}).get("type") == "json_object"
         params = {"temperature": 1.0, "structured_outputs": {"json_object": True} if forced else None, "stop_token_ids": []}
-        return web.json_response({"token_ids": ids, "sampling_params": params, "reasoning_ended": None, "features": features})
+        answer = {"token_ids": ids, "sampling_params": params, "reasoning_ended": None, "features": features}
+        if self.one_call:
+            params |= {"skip_special_tokens": False, "spaces_between_special_tokens": True}
+            answer["parse_context"] = {"tools": body.get("tools"), "tool_choice": body.get("tool_choice") or "none"}
+        return web.json_response(answer)
 
     async def _derender(self, request: web.Request) -> web.Response:
         body = await self._body(request)
@@ -275,13 +286,28 @@ class FakeEngine:
         if params.get("prompt_logprobs") is not None:
             entries = [None] + [{str(i): {"logprob": logprob_of(i, n)}} for n, i in enumerate(body["token_ids"][1:], 1)]
             return web.json_response({"choices": [{"index": 0, "token_ids": [END]}], "prompt_logprobs": entries})
+        read = body.get("output_mode") == "derender"
+        if read and (self.refuses_reading or params.get("skip_special_tokens") is not False):
+            return _error(400, "output_mode='derender' is not to be had.")
         ids, said = await self._sample(body["token_ids"], params)
-        entries = [{"token_id": i, "logprob": logprob_of(i, n), "top_logprobs": []} for n, i in enumerate(ids)]
-        choice = self._choice(ids, said, entries, "token_id")
+        named = [{"token": f"token_id:{i}" if self.names_ids else self.tokenizer.pieces[i]} if read else {"token_id": i} for i in ids]
+        entries = [{**name, "logprob": logprob_of(i, n), "top_logprobs": []} for n, (i, name) in enumerate(zip(ids, named, strict=True))]
+        choice = self._choice(ids, said, entries, "token" if read else "token_id")
+        if read:
+            self._read(choice, ids, said, body["parse_context"])
         usage = {"prompt_tokens": len(body["token_ids"]), "completion_tokens": len(ids)}
         choices = [choice] * (2 if self.fault == "two_choices" else 1)
         answer = {"model": self.answers_as or body["model"], "choices": choices, "usage": usage}
         return web.Response(text=json.dumps(answer), content_type="application/json")
+
+    def _read(self, choice: dict[str, Any], ids: list[int], said: Said, context: dict[str, Any]) -> None:
+        """Adds the message. The id at which the engine stopped is no part of it, whatever it is."""
+        text = self.tokenizer.decode(ids[:-1] if said.finish == "stop" and said.end is not None else ids)
+        choice["message"] = self.parse(text, context["tools"])
+        if self.misreads:
+            choice["message"]["content"] = "misread"
+        if said.finish == "stop" and choice["message"]["tool_calls"]:
+            choice["finish_reason"] = "tool_calls"
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         body = await self._body(request)

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import pytest
 from aiohttp import web
 from proxy_helpers import Serve, assert_chain
 
+from capture_proxy.onecall import TRIALS
 from harness_rl.bench.capture import ours
 from harness_rl.bench.capture.conversation import Plan
 from harness_rl.bench.capture.engine import BenchEngine
 from harness_rl.bench.capture.load import Load, run
 
 
-async def test_a_bench_conversation_is_one_chain_of_exact_turns(serve: Serve) -> None:
-    runner = web.AppRunner(BenchEngine().app(), access_log=None)
+@pytest.mark.parametrize("one_call", [False, True])
+async def test_a_bench_conversation_is_one_chain_of_exact_turns(serve: Serve, one_call: bool) -> None:
+    runner = web.AppRunner(BenchEngine(one_call).app(), access_log=None)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     served = await serve(f"http://127.0.0.1:{runner.addresses[0][1]}")
     created = await served.session()
     plan = Plan(2_000)
-    done = await run(Load(created.base_urls["openai"], [created.api_key], {"base": 2_000}, turns=4))
+    done = await run(Load(created.base_urls["openai"], [created.api_key], {"base": 2_000}, turns=TRIALS + 2))
     trace = await served.admin.trace(created.session_id)
     await runner.cleanup()
-    assert len(done["latencies"]) == 4 and not done["unanswered"]
+    assert len(done["latencies"]) == TRIALS + 2 and not done["unanswered"]
     assert_chain(trace)
     for number, turn in enumerate(trace.turns):
         assert turn.prompt_token_ids.tolist() == plan.prompt(number).tolist()

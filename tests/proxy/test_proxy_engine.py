@@ -15,8 +15,10 @@ ASK = {"model": "m", "messages": USER, "tools": [BASH]}
 BAD_LOGPROBS = ["no_logprobs", "short", "doubled", "shuffled", "swapped", "nan", "null", "floor", "positive"]
 
 
+@pytest.mark.parametrize("one_call", [False, True])
 @pytest.mark.parametrize("fault", BAD_LOGPROBS)
-async def test_b02_b03_b14_bad_logprobs_keep_the_turn_untrained(served: Served, engine: FakeEngine, fault: str) -> None:
+async def test_b02_b03_b14_bad_logprobs_keep_the_turn_untrained(served: Served, engine: FakeEngine, fault: str, one_call: bool) -> None:
+    engine.one_call = one_call
     agent, created = await served.agent()
     engine.fault = fault
     engine.say("ten tokens or so of an answer")
@@ -41,8 +43,10 @@ async def test_b02_b03_b14_bad_logprobs_keep_the_turn_untrained(served: Served, 
     trace.to_json()
 
 
+@pytest.mark.parametrize("one_call", [False, True])
 @pytest.mark.parametrize("fault", ["no_ids", "bool_ids", "two_choices"])
-async def test_answer_without_usable_ids_is_an_error_not_a_guess(served: Served, engine: FakeEngine, fault: str) -> None:
+async def test_answer_without_usable_ids_is_an_error_not_a_guess(served: Served, engine: FakeEngine, fault: str, one_call: bool) -> None:
+    engine.one_call = one_call
     agent, created = await served.agent()
     engine.fault = fault
     status, answer = await agent.post(ASK)

@@ -300,6 +300,11 @@ async def test_random_harnesses_whose_thinking_is_kept(serve: Serve, sequences: 
         await play_all(await serve(engine.url), engine, range(sequences))
 
 
+async def test_random_harnesses_whose_engine_reads_its_answers(serve: Serve) -> None:
+    async with FakeEngine(reads_thinking=True, drop_think=True, one_call=True) as engine:
+        await play_all(await serve(engine.url), engine, range(SEQUENCES // 4))
+
+
 async def test_random_harnesses_outlive_their_proxy(serve: Serve, engine: FakeEngine, tmp_path: Path) -> None:
     async def restart(old: Served) -> Served:
         await old.proxy.close()

@@ -24,7 +24,7 @@ from typing import Any
 
 from harness_rl.bench.capture import ours
 from harness_rl.bench.capture.conversation import Plan
-from harness_rl.bench.capture.report import DIRECT, OURS, SHARES, THEIRS, Measured, report
+from harness_rl.bench.capture.report import DIRECT, OURS, READ, SHARES, THEIRS, Measured, report
 from harness_rl.processes import Child, spawn
 
 ADMIN_KEY = "bench-admin-key-0123456789"
@@ -180,28 +180,38 @@ async def of_peer(*arguments: str) -> dict[str, Any]:
     return result
 
 
+@asynccontextmanager
+async def capture_proxy(name: str, folder: Path, *engine_flags: str) -> AsyncIterator[tuple[Server, str]]:
+    """A capture proxy before an engine of its own, and that engine's address."""
+    key = folder.parent / f"{folder.name}.key"
+    await asyncio.to_thread(key.write_text, ADMIN_KEY)
+    module = [sys.executable, "-m"]
+    async with running("engine", [*module, "harness_rl.bench.capture.engine", *engine_flags], folder) as (_, engine):
+        flags = ["--engine", engine, "--model", "policy", "--store", str(folder / "store"), "--admin-key-file", str(key)]
+        async with running("proxy", [*module, "capture_proxy", *flags, "--port", "0"], folder) as (child, url):
+            yield Server(name, url, child), engine
+
+
 async def measure(options: argparse.Namespace) -> Measured:
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        (folder / "key").write_text(ADMIN_KEY)
-        module = [sys.executable, "-m"]
-        _, engine = await stack.enter_async_context(running("engine", [*module, "harness_rl.bench.capture.engine"], folder))
-        flags = ["--engine", engine, "--model", "policy", "--store", str(folder / "store"), "--admin-key-file", str(folder / "key")]
-        child, url = await stack.enter_async_context(running("proxy", [*module, "capture_proxy", *flags, "--port", "0"], folder))
-        proxy, direct = Server(OURS, url, child), Server(DIRECT, engine, None)
+        proxy, engine = await stack.enter_async_context(capture_proxy(OURS, folder / "ours"))
+        reading, _ = await stack.enter_async_context(capture_proxy(READ, folder / "reading", "--one-call"))
+        direct = Server(DIRECT, engine, None)
         servers = [direct, proxy]
         if not options.alone:
             servers.append(await stack.enter_async_context(openenv_server(engine, folder)))
         out = Measured()
         out.memory = {server.name: await memory(server, options.sessions) for server in servers if server.child}
         print(out.memory, file=sys.stderr)
+        called = [*servers, reading]
         for size in SHARES:
-            for server in servers:
-                await load(server, Plan(size), 1, server.create(1))  # the engine computes its answers
+            for server in called:
+                await load(server, Plan(size), TURNS, server.create(1))  # the engine computes its answers, the proxy comes to trust it
             for _ in range(options.rounds):
-                for server in servers:
+                for server in called:
                     out.cpu.setdefault((server.name, size), []).append(await cpu_per_call(server, size))
-            print({server.name: out.cpu[server.name, size] for server in servers}, file=sys.stderr)
+            print({server.name: out.cpu[server.name, size] for server in called}, file=sys.stderr)
         for server in servers:
             out.held[server.name] = await held(server, engine, options.calls, options.over_s, options.over_s + 2.0)
             print(server.name, out.held[server.name], file=sys.stderr)
@@ -211,7 +221,7 @@ async def measure(options: argparse.Namespace) -> Measured:
             for _ in range(5 if server is proxy else 1):
                 before = server.cpu_s()
                 if server is proxy:
-                    one = await asyncio.to_thread(ours.trace, url, ADMIN_KEY, session)
+                    one = await asyncio.to_thread(ours.trace, server.url, ADMIN_KEY, session)
                 else:
                     one = await of_peer("trace", server.url, session)
                 found.append({**one, "cpu_s": one["cpu_s"] + server.cpu_s() - before})

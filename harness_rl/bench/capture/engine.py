@@ -1,7 +1,7 @@
 """An engine for benches: the routes that a capturing proxy asks, from answers that are computed once, so that it costs next to nothing.
 
-`python -m harness_rl.bench.capture.engine` prints its address. Correctness is the business of the engine in tests/proxy; this one
-only has to be cheap and to answer with as many ids, logprobs and bytes as a real one would.
+`python -m harness_rl.bench.capture.engine [--one-call]` prints its address. Correctness is the business of the engine in tests/proxy;
+this one only has to be cheap and to answer with as many ids, logprobs and bytes as a real one would.
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import sys
 from functools import lru_cache
 from typing import Any
 
 from aiohttp import web
 
-from harness_rl.bench.capture.conversation import LONGEST, Plan, answer_ids, answer_message, logprob, plan_of, turn_of
+from harness_rl.bench.capture.conversation import LONGEST, TOOLS, Plan, answer_ids, answer_message, logprob, plan_of, turn_of
 
+PARSE_CONTEXT = b',"parse_context":' + json.dumps({"tools": TOOLS, "tool_choice": "auto", "chat_template_kwargs": {}}).encode()
 _LISTED = re.compile(rb'"token_ids":\s*\[')
 
 
@@ -26,18 +28,17 @@ def prompt_json(plan: Plan, turn: int) -> bytes:
 
 @lru_cache(maxsize=4096)
 def choice_json(prompt_len: int, sampled: int, named: bool) -> bytes:
-    """The choice's ids and logprobs; `named`: as the chat route gives them, by token names."""
+    """The choice's ids and logprobs; `named`: as a route gives them that also reads the answer, by token names and with the message."""
     ids = answer_ids(prompt_len, sampled).tolist()
     entries: list[dict[str, Any]] = []
     for token in ids:
         entry = {"token": f"token_id:{token}", "bytes": None} if named else {"token_id": token, "rank": 1}
         entries.append({**entry, "logprob": logprob(token), "top_logprobs": []})
     choice: dict[str, Any] = {"index": 0, "finish_reason": "stop", "stop_reason": None, "token_ids": ids, "logprobs": {"content": entries}}
+    choice["weight_versions"] = [{"version": "v1", "start": 0, "end": sampled}]
     if named:
         choice["message"] = answer_message(sampled)
         choice["finish_reason"] = "tool_calls"
-    else:
-        choice["weight_versions"] = [{"version": "v1", "start": 0, "end": sampled}]
     return json.dumps(choice).encode()
 
 
@@ -47,9 +48,11 @@ def derendered(sampled: int) -> bytes:
 
 
 class BenchEngine:
-    """The routes. `holding` counts the generations that wait, `most` how many waited at once."""
+    """The routes. `holding` counts the generations that wait, `most` how many waited at once. `one_call`: it offers vLLM 0.33's form, in
+    which a generation is answered as its parsers read it."""
 
-    def __init__(self) -> None:
+    def __init__(self, one_call: bool = False) -> None:
+        self.one_call = one_call
         self.holding = 0
         self.most = 0
         self.plans: dict[bytes, Plan] = {}
@@ -83,8 +86,9 @@ class BenchEngine:
         ids = b"[1,2,3]" if plan is None else prompt_json(plan, turn_of(body))
         if plan is not None:
             self.plans[ids[1 : ids.index(b",")]] = plan
-        params = b'"sampling_params":{"temperature":1.0,"structured_outputs":null,"stop_token_ids":[]}'
-        return _json(b'{"request_id":"render","token_ids":' + ids + b"," + params + b',"reasoning_ended":null}')
+        params = b'"sampling_params":{"temperature":1.0,"structured_outputs":null,"stop_token_ids":[],"skip_special_tokens":false}'
+        context = PARSE_CONTEXT if self.one_call else b""
+        return _json(b'{"request_id":"render","token_ids":' + ids + b"," + params + context + b',"reasoning_ended":null}')
 
     async def _generate(self, request: web.Request) -> web.Response:
         body = await request.read()
@@ -95,7 +99,8 @@ class BenchEngine:
         plan = self.plans[body[start : body.index(b",", start)]]
         await self._hold(plan.hold_s)
         usage = b'"usage":{"prompt_tokens":%d,"completion_tokens":%d}' % (prompt_len, plan.sampled)
-        return _json(b'{"request_id":"g","choices":[' + choice_json(prompt_len, plan.sampled, False) + b"]," + usage + b"}")
+        choice = choice_json(prompt_len, plan.sampled, b'"output_mode"' in body)
+        return _json(b'{"request_id":"g","choices":[' + choice + b"]," + usage + b"}")
 
     async def _derender(self, request: web.Request) -> web.Response:
         body = await request.read()
@@ -131,8 +136,8 @@ def _json(body: bytes) -> web.Response:
     return web.Response(body=body, content_type="application/json")
 
 
-async def main() -> None:
-    runner = web.AppRunner(BenchEngine().app(), handler_cancellation=True, access_log=None)
+async def main(one_call: bool) -> None:
+    runner = web.AppRunner(BenchEngine(one_call).app(), handler_cancellation=True, access_log=None)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0, backlog=2048).start()
     print(f"listening on http://127.0.0.1:{runner.addresses[0][1]}", flush=True)
@@ -140,4 +145,4 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    asyncio.run(main("--one-call" in sys.argv[1:]))
