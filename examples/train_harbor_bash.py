@@ -18,6 +18,8 @@ from harness_rl import GRPOConfig, GRPOTrainer, HarborEnvironment
 from harness_rl.sessions.harbor_environment import task_rows
 from harness_rl.tasks.load import read_task, solution_commands
 
+SHORT = {"warmup": {"demonstrations": 32, "check_from": 32}}
+"""After twelve demonstrations it solves next to none of the quickstart's tasks: all rewards of a group would be alike."""
 CPU = {"max_completion_length": 256, "max_tool_calling_iterations": 3, "rollout": {"max_output_tokens_per_call": 64}}
 
 
@@ -37,6 +39,7 @@ def trainer(options: argparse.Namespace) -> GRPOTrainer:
             **training(
                 options,
                 CPU,
+                SHORT,
                 max_completion_length=4096,
                 max_tool_calling_iterations=20,
                 rollout={"max_concurrent_rollouts": options.sandboxes},

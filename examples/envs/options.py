@@ -101,8 +101,11 @@ def games_at_once(options: argparse.Namespace) -> int:
     return int(options.per_device_batch_size * options.gradient_accumulation_steps)
 
 
-def training(options: argparse.Namespace, cpu: Mapping[str, Any] | None = None, **own: Any) -> dict[str, Any]:
-    """What the flags say, in the names of GRPOConfig. `own` are the example's settings; with `--cpu`, those of `cpu` stand before them."""
+def training(
+    options: argparse.Namespace, cpu: Mapping[str, Any] | None = None, short: Mapping[str, Any] | None = None, **own: Any
+) -> dict[str, Any]:
+    """What the flags say, in the names of GRPOConfig. `own` are the example's settings; with `--cpu`, those of `cpu` stand before them,
+    and with `--short` those of `short` before both."""
     settings = {
         "output_dir": options.output_dir,
         "seed": options.seed,
@@ -120,7 +123,7 @@ def training(options: argparse.Namespace, cpu: Mapping[str, Any] | None = None, 
     if options.cpu:
         layers += [CPU, cpu or {}]
     if options.short:
-        layers.append(SHORT)
+        layers += [SHORT, short or {}]
     if options.control:
         layers.append({"rollout": {"shuffle_advantages": True}})
     if options.held_out:
