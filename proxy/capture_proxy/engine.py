@@ -179,28 +179,13 @@ class Engine:
         """
         goes_on = not params.get("structured_outputs")
         call, unexplained = Partial(), 0
-        refused: EngineRefused | None = None
         while True:
             holds = self._gate.holds
             whole = np.concatenate([prompt, call.ids]) if len(call.ids) else prompt
             body = {"token_ids": whole, "sampling_params": {**call.params(params), "logprobs": 0}, **extra}
             if salt is not None:
                 body["cache_salt"] = salt
-            if call.parts or self.one_call.left:
-                reading = None
-            try:
-                answer, adapter = await self._ask_policy("/inference/v1/generate", _read(body, reading))
-                sample = sampled_by(self._checked(generate_sample, answer, len(whole), reading is not None), adapter)
-            except UnnamedIds as error:
-                self.one_call.leave(str(error))
-                continue
-            except EngineRefused as error:
-                if reading is None or error.context_full:
-                    raise
-                refused, reading = error, None
-                continue
-            if refused is not None:
-                self.one_call.leave(str(refused))
+            sample = await self._sample(body, None if call.parts else reading)
             sample = call.add(sample, goes_on)
             if sample.finish_reason != ABORTED or (sample := call.exhausted(params) or sample).finish_reason != ABORTED:
                 seams = [start for start, _ in call.parts]
@@ -208,6 +193,33 @@ class Engine:
                 return replace(sample, parts=tuple(call.parts))
             self.aborts += 1
             unexplained = await self._after_abort(holds, unexplained)
+
+    async def _sample(self, body: dict[str, Any], reading: Reading | None) -> Sample:
+        """The answer to one generate request: in the one-call form where that is to be had, else in the plain one."""
+        one_call, read = self.one_call, None
+        if reading is not None and one_call.take():
+            refused: EngineRefused | None = None
+            try:
+                read = await self._sampled(_asking_to_read(body, reading), True)
+            except UnnamedIds as error:
+                one_call.leave(str(error))
+            except EngineRefused as error:
+                if error.context_full or error.status not in (400, 422):
+                    raise
+                refused = error
+            finally:
+                one_call.give_back(works=read is not None)
+            if read is not None:
+                return read
+            plain = await self._sampled(body, False)
+            if refused is not None:  # and the plain form was not
+                one_call.leave(str(refused))
+            return plain
+        return await self._sampled(body, False)
+
+    async def _sampled(self, body: dict[str, Any], read: bool) -> Sample:
+        answer, adapter = await self._ask_policy("/inference/v1/generate", body)
+        return sampled_by(self._checked(generate_sample, answer, len(body["token_ids"]), read), adapter)
 
     async def _after_abort(self, holds: int, unexplained: int) -> int:
         """How many aborts of a call nothing explains, this one included. Raises `EngineUnavailable` when there are too many."""
@@ -322,8 +334,8 @@ class Engine:
                     raise EngineError(f"engine {self.url} was asked for adapter {name} and answered as {answer['model']!r}")
                 return answer, adapter
 
-    def read(self, sample: Sample) -> Parsed | None:
-        """The server's own reading of a sample, where it has one."""
+    def own_reading(self, sample: Sample) -> Parsed | None:
+        """What the server itself made of a sample, in the one-call form."""
         return None if sample.message is None else _parsed(sample.message)
 
     def _checked(self, read: Callable[..., T], *args: Any) -> T:
@@ -381,10 +393,8 @@ class Engine:
             attempt += 1
 
 
-def _read(body: dict[str, Any], reading: Reading | None) -> dict[str, Any]:
-    """A generate request whose answer the server is to read."""
-    if reading is None:
-        return body
+def _asking_to_read(body: dict[str, Any], reading: Reading) -> dict[str, Any]:
+    """The generate request in the one-call form."""
     return {**body, **reading.fields(), "sampling_params": {**body["sampling_params"], **reading.decoding}}
 
 

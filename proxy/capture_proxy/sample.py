@@ -64,7 +64,7 @@ def generate_sample(answer: dict[str, Any], prompt_len: int, read: bool = False)
         named = [_named_id(token) for token in tokens]
         if any(isinstance(token, str) and i is None for token, i in zip(tokens, named, strict=True)):
             raise UnnamedIds("its logprobs name texts and not ids: start vLLM with --return-tokens-as-token-ids")
-        sample = _read(_sample(choice, answer, entries, named), choice.get("message"))
+        sample = _with_message(_sample(choice, answer, entries, named), choice.get("message"))
     else:
         sample = _sample(choice, answer, entries, _column(entries, "token_id"))
     counted = _get(answer.get("usage"), "prompt_tokens")
@@ -73,7 +73,7 @@ def generate_sample(answer: dict[str, Any], prompt_len: int, read: bool = False)
     return sample
 
 
-def _read(sample: Sample, message: Any) -> Sample:
+def _with_message(sample: Sample, message: Any) -> Sample:
     """With the server's message; a chat's word for an answer with calls is not why sampling ended."""
     finish = "stop" if sample.finish_reason == "tool_calls" else sample.finish_reason
     return replace(sample, finish_reason=finish, message=message if isinstance(message, dict) else None)

@@ -20,6 +20,7 @@ from capture_proxy.control import USUAL, ControlTokens, quoted
 from capture_proxy.engine import Engine, EngineError, EngineInfo, EngineRefused, Parsed
 from capture_proxy.ids import Ids, PrefixHash
 from capture_proxy.messages import AgentCall, context_key
+from capture_proxy.onecall import OneCall, Reading
 from capture_proxy.reasons import Reason
 from capture_proxy.refusal import CONTEXT_FULL, CallRefused
 from capture_proxy.rendering import Prompt, build_prompt, visible
@@ -92,7 +93,7 @@ async def sample_by_tokens(
     earlier = continuation.turn.meta["quoted_control_tokens"] if continuation is not None else ()
     new = call.messages[continuation.answer_at + 1 :] if continuation is not None else call.messages
     fresh = await off_loop(running.body_bytes, quoted, new, pattern)
-    seed, grammar, versions = None, None, None
+    seed, grammar, versions, reading, one_call = None, None, None, None, engine.one_call
     if session.spec.script is not None:
         params: dict[str, Any] = {"temperature": 1.0}
         before = await engine.version()
@@ -117,7 +118,7 @@ async def sample_by_tokens(
         rendered=built.rendered.ids,
         chain=keys[-1],
         sample=sample,
-        parsed=await _parse(view, sample, built.ids, ended),
+        parsed=await _parse(view, sample, built.ids, ended, reading, one_call),
         parent=parent,
         params=params,
         seed=seed,
@@ -220,20 +221,20 @@ async def ends_turn(engine: Engine, last: int, control: re.Pattern[str]) -> bool
     return engine.turn_ends[last]
 
 
-async def _parse(view: View, sample: Sample, prompt: Ids, ended: bool) -> Parsed:
+async def _parse(view: View, sample: Sample, prompt: Ids, ended: bool, reading: Reading | None, one_call: OneCall) -> Parsed:
     """The answer as the agent gets it, by the engine's own parsers; the id that ended the turn is not text."""
     engine = view.engine
     if not len(sample.ids):
         raise EngineError(f"engine {engine.url}: {sample.problem or 'it sampled nothing'}")
-    # The engine leaves out the id at which it stopped; where that is text it belongs to the answer.
-    read = engine.read(sample) if ended or not sample.ended_by_token else None
-    if read is not None and engine.one_call.trusts(read):
-        return read
     text = sample.ids[:-1] if ended else sample.ids
+    # The engine leaves out the id at which it stopped; where that is text it belongs to the answer.
+    read = engine.own_reading(sample) if len(text) and (ended or not sample.ended_by_token) else None
+    if reading is not None and read is not None and one_call.trusts(reading, read):
+        return read
     try:
         parsed = await view.derender(text, prompt, sample.finish_reason)
     except EngineRefused as error:
         raise EngineError(f"the sampled answer could not be read: {error}") from error
-    if read is not None:
-        engine.one_call.compare(read, parsed)
+    if reading is not None and read is not None:
+        one_call.compare(reading, read, parsed)
     return visible(parsed, sample.stop_reason)

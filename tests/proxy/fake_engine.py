@@ -262,7 +262,8 @@ class FakeEngine:
         params = {"temperature": 1.0, "structured_outputs": {"json_object": True} if forced else None, "stop_token_ids": []}
         answer = {"token_ids": ids, "sampling_params": params, "reasoning_ended": None, "features": features}
         if self.one_call:
-            params |= {"skip_special_tokens": False, "spaces_between_special_tokens": True}
+            if body.get("tools"):  # hermes looks for its marks in nothing else
+                params |= {"skip_special_tokens": False, "spaces_between_special_tokens": True}
             answer["parse_context"] = {"tools": body.get("tools"), "tool_choice": body.get("tool_choice") or "none"}
         return web.json_response(answer)
 
@@ -287,23 +288,25 @@ class FakeEngine:
             entries = [None] + [{str(i): {"logprob": logprob_of(i, n)}} for n, i in enumerate(body["token_ids"][1:], 1)]
             return web.json_response({"choices": [{"index": 0, "token_ids": [END]}], "prompt_logprobs": entries})
         read = body.get("output_mode") == "derender"
-        if read and (self.refuses_reading or params.get("skip_special_tokens") is not False):
+        if read and (self.refuses_reading or not self.one_call):
             return _error(400, "output_mode='derender' is not to be had.")
         ids, said = await self._sample(body["token_ids"], params)
         named = [{"token": f"token_id:{i}" if self.names_ids else self.tokenizer.pieces[i]} if read else {"token_id": i} for i in ids]
         entries = [{**name, "logprob": logprob_of(i, n), "top_logprobs": []} for n, (i, name) in enumerate(zip(ids, named, strict=True))]
         choice = self._choice(ids, said, entries, "token" if read else "token_id")
         if read:
-            self._read(choice, ids, said, body["parse_context"])
+            self._read(choice, ids, said, body)
         usage = {"prompt_tokens": len(body["token_ids"]), "completion_tokens": len(ids)}
         choices = [choice] * (2 if self.fault == "two_choices" else 1)
         answer = {"model": self.answers_as or body["model"], "choices": choices, "usage": usage}
         return web.Response(text=json.dumps(answer), content_type="application/json")
 
-    def _read(self, choice: dict[str, Any], ids: list[int], said: Said, context: dict[str, Any]) -> None:
-        """Adds the message. The id at which the engine stopped is no part of it, whatever it is."""
-        text = self.tokenizer.decode(ids[:-1] if said.finish == "stop" and said.end is not None else ids)
-        choice["message"] = self.parse(text, context["tools"])
+    def _read(self, choice: dict[str, Any], ids: list[int], said: Said, body: dict[str, Any]) -> None:
+        """Adds the message. The id at which the engine stopped is no part of it, whatever it is, nor are control tokens by default."""
+        shown = ids[:-1] if said.finish == "stop" and said.end is not None else ids
+        if body["sampling_params"].get("skip_special_tokens") is not False:
+            shown = [i for i in shown if i not in (START, END, PAD)]
+        choice["message"] = self.parse(self.tokenizer.decode(shown), body["parse_context"]["tools"])
         if self.misreads:
             choice["message"]["content"] = "misread"
         if said.finish == "stop" and choice["message"]["tool_calls"]:

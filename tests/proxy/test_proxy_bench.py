@@ -15,16 +15,20 @@ from harness_rl.bench.capture.load import Load, run
 
 @pytest.mark.parametrize("one_call", [False, True])
 async def test_a_bench_conversation_is_one_chain_of_exact_turns(serve: Serve, one_call: bool) -> None:
-    runner = web.AppRunner(BenchEngine(one_call).app(), access_log=None)
+    engine = BenchEngine(one_call)
+    runner = web.AppRunner(engine.app(), access_log=None)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     served = await serve(f"http://127.0.0.1:{runner.addresses[0][1]}")
-    created = await served.session()
+    first, created = await served.session(), await served.session()
+    await run(Load(first.base_urls["openai"], [first.api_key], {"base": 2_000}, turns=TRIALS))
+    tried = engine.derendered
     plan = Plan(2_000)
-    done = await run(Load(created.base_urls["openai"], [created.api_key], {"base": 2_000}, turns=TRIALS + 2))
+    done = await run(Load(created.base_urls["openai"], [created.api_key], {"base": 2_000}, turns=4))
     trace = await served.admin.trace(created.session_id)
     await runner.cleanup()
-    assert len(done["latencies"]) == TRIALS + 2 and not done["unanswered"]
+    assert len(done["latencies"]) == 4 and not done["unanswered"]
+    assert engine.derendered - tried == (0 if one_call else 4)
     assert_chain(trace)
     for number, turn in enumerate(trace.turns):
         assert turn.prompt_token_ids.tolist() == plan.prompt(number).tolist()

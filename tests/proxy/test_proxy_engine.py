@@ -26,6 +26,7 @@ async def test_b02_b03_b14_bad_logprobs_keep_the_turn_untrained(served: Served, 
     engine.fault = None
     engine.say("good")
     await agent.ask({"role": "user", "content": "go on"})
+    assert [body.get("output_mode") for body in engine.bodies("/generate")] == ["derender" if one_call else None] * 2
     trace = await served.admin.trace(created.session_id)
     bad, good = trace.turns
     assert bad.metadata["mask_reason"] == "token_count_mismatch"

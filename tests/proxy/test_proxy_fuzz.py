@@ -302,7 +302,10 @@ async def test_random_harnesses_whose_thinking_is_kept(serve: Serve, sequences: 
 
 async def test_random_harnesses_whose_engine_reads_its_answers(serve: Serve) -> None:
     async with FakeEngine(reads_thinking=True, drop_think=True, one_call=True) as engine:
-        await play_all(await serve(engine.url), engine, range(SEQUENCES // 4))
+        served = await serve(engine.url)
+        for seed in range(SEQUENCES // 4):
+            await play_all(served, engine, [seed])
+        assert served.proxy.ctx.pool.engines[0].one_call.why_left is None
 
 
 async def test_random_harnesses_outlive_their_proxy(serve: Serve, engine: FakeEngine, tmp_path: Path) -> None:

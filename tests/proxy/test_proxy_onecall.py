@@ -7,8 +7,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 from fake_engine import END, FakeEngine, logprob_of
-from proxy_helpers import Agent, Served, assert_chain, assert_engine_saw_the_rows, tool_result, until
+from proxy_helpers import BASH, Agent, Served, assert_chain, assert_engine_saw_the_rows, tool_result, until
 
+from capture_proxy import onecall
 from capture_proxy.onecall import TRIALS
 
 CALL = '<tool_call>\n{"name": "bash", "arguments": {"command": "ls"}}\n</tool_call>'
@@ -57,6 +58,40 @@ async def test_answers_are_read_twice_at_first_and_then_where_they_are_sampled(s
         assert turn.completion_mask.all() and turn.completion_token_ids[-1] == END
 
 
+async def test_one_in_many_later_answers_is_looked_at_again(served: Served, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onecall, "AGAIN", 3)
+    agent, _ = await served.agent()
+    await trust(agent, engine)
+    engine.misreads = True
+    told = [(await answers(agent, engine, ["later"]))[0] for _ in range(4)]
+    assert told == ["misread", "misread", "later", "later"]  # the third was looked at, and then the form was left
+    assert [body.get("output_mode") for body in engine.bodies("/generate")[-2:]] == ["derender", None]
+
+
+async def test_until_the_form_is_known_to_work_one_call_tries_it(served: Served, engine: FakeEngine) -> None:
+    engine.names_ids, engine.delay_s = False, 0.1
+    agents = [(await served.agent())[0] for _ in range(8)]
+    await asyncio.gather(*(agent.ask() for agent in agents))
+    forms = [body.get("output_mode") for body in engine.bodies("/generate")]
+    assert forms.count("derender") == 1 and len(forms) == 9
+    engine.names_ids = True
+
+
+async def test_requests_whose_special_tokens_would_be_left_out_are_read_apart(served: Served, engine: FakeEngine) -> None:
+    agent, _ = await served.agent()
+    await trust(agent, engine)
+    engine.say("so <|im_start|> it is")
+    choice = await agent.ask({"role": "user", "content": "next"}, tools=())
+    assert choice["message"]["content"] == "so <|im_start|> it is"
+    assert "output_mode" not in engine.bodies("/generate")[-1]
+
+
+async def test_an_answer_without_text_is_no_difference(served: Served, engine: FakeEngine) -> None:
+    agent, _ = await served.agent()
+    assert await answers(agent, engine, ["", "word"]) == ["", "word"]
+    assert engine.bodies("/generate")[-1]["output_mode"] == "derender"
+
+
 async def test_answers_with_calls_are_tried_by_themselves(served: Served, engine: FakeEngine) -> None:
     agent, _ = await served.agent()
     apart = await trust(agent, engine)
@@ -98,9 +133,9 @@ async def test_an_engine_that_cannot_is_asked_the_other_way(
 
 async def test_a_request_that_is_wrong_in_itself_does_not_end_the_form(served: Served, engine: FakeEngine) -> None:
     agent, _ = await served.agent()
-    engine.statuses.extend([422, 422])
-    status, _ = await agent.post({"model": "m", "messages": agent.messages})
-    assert status == 400
+    for statuses in ([422, 422], [429]):
+        engine.statuses.extend(statuses)
+        assert (await agent.post({"model": "m", "messages": agent.messages, "tools": [BASH]}))[0] == 400
     await agent.ask()
     assert engine.bodies("/generate")[-1]["output_mode"] == "derender"
 

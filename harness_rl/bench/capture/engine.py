@@ -53,6 +53,7 @@ class BenchEngine:
 
     def __init__(self, one_call: bool = False) -> None:
         self.one_call = one_call
+        self.derendered = 0
         self.holding = 0
         self.most = 0
         self.plans: dict[bytes, Plan] = {}
@@ -103,6 +104,7 @@ class BenchEngine:
         return _json(b'{"request_id":"g","choices":[' + choice + b"]," + usage + b"}")
 
     async def _derender(self, request: web.Request) -> web.Response:
+        self.derendered += 1
         body = await request.read()
         listed = _LISTED.search(body)
         assert listed is not None

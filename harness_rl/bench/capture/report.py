@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 OURS, THEIRS, DIRECT = "capture proxy", "OpenEnv", "direct"
-READ = "capture proxy, engine that reads"
+READ = "capture proxy, one-call engine"
 """Before an engine with vLLM 0.33's one-call form."""
 SHARES = {2_000: 1 / 4, 16_000: 1 / 5, 64_000: 1 / 4}
 """Prompt length -> at most this part of OpenEnv's CPU."""
