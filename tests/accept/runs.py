@@ -1,6 +1,6 @@
 """What the acceptance runs share: one run as a person would type it, and a plot of reward curves.
 
-What a run came to is kept under tests/reports/runs, so that the hours may be spread over days and machines. It names its commit and has a
+What a run came to is kept under tests/reports/kept, so that the hours may be spread over days and machines. It names its commit and has a
 digest of what the run was made from: one made from another config or script is made anew, and never stands in a report.
 """
 
@@ -13,6 +13,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ from harness_rl.metrics import mean, read_metrics
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "examples" / "configs"
 REPORTS = ROOT / "tests" / "reports"
-KEPT = REPORTS / "runs"
+KEPT = REPORTS / "kept"
 ENDS = 3
 
 
@@ -79,7 +80,9 @@ class Run:
 
     @property
     def made_from(self) -> str:
-        return hashlib.sha256(b"\0".join([self.source.read_bytes(), *(setting.encode() for setting in self.settings)])).hexdigest()[:16]
+        text = self.source.read_text()
+        meant = tomllib.loads(text) if self.source.suffix == ".toml" else text  # a comment is no other config
+        return hashlib.sha256(json.dumps([meant, *self.settings], sort_keys=True).encode()).hexdigest()[:16]
 
     @property
     def kept_at(self) -> Path:
