@@ -39,7 +39,7 @@ test-full: prepare openenv ## the tests with the long matrices
 examples: prepare openenv ## every example's script, its server a real process, through a warm start and two small steps
 	.venv-openenv/bin/python -m pytest tests/examples $(ARGS)
 
-accept: prepare ## the learning runs and their controls, three seeds (three hours)
+accept: prepare ## the learning runs and their controls, three seeds (four hours and a half)
 	.venv/bin/python tests/accept/quickstart.py $(ARGS)
 
 accept-opencode: prepare ## stock opencode learns the quickstart's tasks (an hour and a half)

@@ -25,8 +25,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from capture_proxy.engine import Engine, Retry
+from capture_proxy.engine import Engine
 from capture_proxy.gate import Gate
+from capture_proxy.upstream import Retry
 from harness_rl.config import EngineSection
 from harness_rl.engines.vllm import launch
 from harness_rl.engines.vllm_plugin import open_group

@@ -24,7 +24,7 @@ from capture_proxy.calls import Context
 from capture_proxy.certify import Certificates
 from capture_proxy.control import ControlTokens
 from capture_proxy.dialects.wire import BadRequest
-from capture_proxy.engine import Engine, EngineError
+from capture_proxy.engine import Engine
 from capture_proxy.gate import Gate
 from capture_proxy.messages import AgentCall, Reply
 from capture_proxy.metrics import Metrics
@@ -37,6 +37,7 @@ from capture_proxy.settings import Settings
 from capture_proxy.spec import SessionSpec
 from capture_proxy.store import Store, StoreError, read_log
 from capture_proxy.stream import EventStream
+from capture_proxy.upstream import EngineError
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from capture_proxy import dialects, images
 from capture_proxy.certify import Certificates
 from capture_proxy.codec import common_prefix
 from capture_proxy.control import ControlTokens
-from capture_proxy.engine import Engine, EngineError
+from capture_proxy.engine import Engine
 from capture_proxy.gate import Gate, HeldTooLong
 from capture_proxy.graph import Turn
 from capture_proxy.messages import AgentCall, Reply, ToolCall, extend_key, message_key
@@ -33,6 +33,7 @@ from capture_proxy.settings import Settings
 from capture_proxy.splice import message_of
 from capture_proxy.store import StoreError
 from capture_proxy.trace import hash_ids
+from capture_proxy.upstream import EngineError
 from capture_proxy.view import chat_fields
 
 log = logging.getLogger(__name__)

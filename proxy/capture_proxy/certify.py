@@ -22,10 +22,11 @@ from typing import Any
 import numpy as np
 
 from capture_proxy.codec import Ids
-from capture_proxy.engine import Engine, EngineError, EngineRefused, Retry
+from capture_proxy.engine import Engine
 from capture_proxy.messages import Message, message_key, text_of
 from capture_proxy.splice import Answer, Fork, append, closing_token, message_of, splice, starts_with
 from capture_proxy.trace import hash_ids
+from capture_proxy.upstream import EngineError, EngineRefused, Retry
 from capture_proxy.view import View
 
 FORMAT = "1"

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from capture_proxy.engine import EngineError, Rendered
+from capture_proxy.engine import Rendered
 from capture_proxy.messages import Message
+from capture_proxy.upstream import EngineError
 
 USUAL = re.compile(r"<\|[\w./-]{1,64}\|>|<｜[\w▁./-]{1,64}｜>|</?(?:think|tool_call|tool_response|s)>|<(?:start|end)_of_turn>|\[/?INST\]")
 """How the control tokens of known model families look, where the tokenizer itself is not at hand."""

@@ -2,77 +2,38 @@
 
 Invariant: what comes back is either exactly what the engine reported, checked (one logprob per id, of that id, finite and <= 0, versions
 that cover the answer), or is marked as a problem; nothing is padded or invented, and no other model answers for an adapter that was asked
-for. Waits and retries are bounded, redirects are never followed, and a cancelled call closes its upstream connection, which makes the
-engine stop sampling.
+for. How a request reaches the server, and how long it is tried, is `upstream`'s.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
 
-from capture_proxy import fastjson
-from capture_proxy.bigjson import off_loop
 from capture_proxy.codec import Ids, Logps
-from capture_proxy.gate import Adapter, Gate, HeldTooLong
-from capture_proxy.http1 import HttpClient, NoAnswer
+from capture_proxy.gate import Adapter, Gate
 from capture_proxy.onecall import OneCall, Reading
 from capture_proxy.resumption import ABORTED, Partial, cut_at_stop
 from capture_proxy.sample import (
     BadSample,
+    Parsed,
     Sample,
     UnnamedIds,
     chat_sample,
     generate_sample,
+    parsed_message,
     prompt_scores,
     rendered_ids,
     sampled_by,
     tokenized_ids,
 )
+from capture_proxy.upstream import EngineError, EngineRefused, EngineUnavailable, Retry, Upstream
 
 T = TypeVar("T")
-
-CONTROL_TIMEOUT_S = 60.0
-"""Deadline of one render, derender, tokenize or probe request."""
-CONNECT_TIMEOUT_S = 5.0
-MAX_BACKOFF_S = 3.0
-
-
-class EngineError(Exception):
-    """The engine answered something we cannot use, or refused."""
-
-
-class EngineUnavailable(EngineError):
-    """No answer within the allowed time and retries; another engine may do."""
-
-
-class PolicyHeld(EngineUnavailable):
-    """The gate stayed closed too long; no engine will do."""
-
-
-class EngineRefused(EngineError):
-    """The engine says that the request itself is wrong (4xx)."""
-
-    def __init__(self, message: str, status: int, context_full: bool) -> None:
-        super().__init__(message)
-        self.status = status
-        self.context_full = context_full
-        """The prompt alone does not fit the model's window."""
-
-
-@dataclass(frozen=True)
-class Retry:
-    """How long an unreachable or overloaded engine is asked again."""
-
-    total_s: float = 60.0
-    base_s: float = 0.2
-    server_errors: int = 3
-    """Tries for an answer 500/502/504; connection errors and 503 are tried until `total_s` is over."""
 
 
 @dataclass(frozen=True)
@@ -100,24 +61,12 @@ class Rendered:
     """With which the server reads the answer in the same request; None: it cannot."""
 
 
-@dataclass(frozen=True)
-class Parsed:
-    """Sampled ids as the engine's own parsers read them."""
-
-    content: str | None
-    reasoning: str | None
-    calls: tuple[tuple[str, str], ...]
-    """(name, argument string) of each tool call."""
-
-
 class Engine:
     """One engine. `model` is the served model name; nothing is sent while `gate` is held."""
 
     def __init__(self, url: str, model: str, retry: Retry, generate_timeout_s: float, gate: Gate | None = None) -> None:
         self.url = url.rstrip("/")
         self.model = model
-        self.retries = 0
-        """Requests that were sent again."""
         self.aborts = 0
         """Calls that the server ended on the way; each went on, or began again."""
         self.closing_token: int | None = None
@@ -127,16 +76,20 @@ class Engine:
         self.one_call = OneCall(self.url)
         self.generation = 0
         """Grows when what was learnt of the server no longer counts."""
-        self._http = HttpClient(self.url, CONNECT_TIMEOUT_S)
         self._gate = gate or Gate()
-        self._retry = retry
+        self._server = Upstream(self.url, retry, self._gate)
         self._generate_timeout_s = generate_timeout_s
         self._info: EngineInfo | None = None
+
+    @property
+    def retries(self) -> int:
+        """Requests that were sent again."""
+        return self._server.retries
 
     async def info(self) -> EngineInfo:
         """What the server offers; asked once, and again after `forget`."""
         if self._info is None:
-            models = await self._call("GET", "/v1/models")
+            models = await self._server.ask("GET", "/v1/models")
             lengths = [card.get("max_model_len") for card in models.get("data", []) if card.get("id") == self.model]
             if not lengths:
                 names = ", ".join(str(card.get("id")) for card in models.get("data", []))
@@ -161,7 +114,7 @@ class Engine:
 
     async def render(self, chat: dict[str, Any], known: Ids | None = None) -> Rendered:
         """Token ids of a chat request, as the engine's own template gives them. `known` are ids that they probably start with."""
-        answer = await self._call("POST", "/v1/chat/completions/render", {"model": self.model, **chat}, ids="token_ids", known=known)
+        answer = await self._server.ask("POST", "/v1/chat/completions/render", {"model": self.model, **chat}, ids="token_ids", known=known)
         params = answer.get("sampling_params") or {}
         extra = {key: answer[key] for key in ("reasoning_ended", "reasoning_parser_kwargs") if answer.get(key) is not None}
         ids = self._checked(rendered_ids, answer)
@@ -226,9 +179,9 @@ class Engine:
         if self._gate.holds != holds:
             return unexplained
         unexplained += 1
-        if unexplained >= self._retry.server_errors:
+        if unexplained >= self._server.retry.server_errors:
             raise EngineUnavailable(f"engine {self.url} aborted the same call {unexplained} times")
-        await asyncio.sleep(self._backoff(unexplained - 1))
+        await asyncio.sleep(self._server.backoff(unexplained - 1))
         return unexplained
 
     async def derender(self, sampled: Ids, prompt: Ids, chat: dict[str, Any], finish_reason: str) -> Parsed:
@@ -241,8 +194,8 @@ class Engine:
             "prompt_token_ids": prompt[-64:],
             "chat_request": {"model": self.model, "messages": [{"role": "user", "content": "."}], **chat},
         }
-        answer = await self._call("POST", "/v1/chat/completions/derender", body)
-        return self._checked(_parsed, answer["choices"][0]["message"])
+        answer = await self._server.ask("POST", "/v1/chat/completions/derender", body)
+        return parsed_message(answer["choices"][0]["message"])
 
     async def score(self, ids: Ids, start: int) -> Logps:
         """Logprobs of `ids[start:]` given what precedes each, at temperature 1 under the current weights. float32 [len(ids) - start]."""
@@ -264,7 +217,7 @@ class Engine:
             prompt, sample = self._checked(chat_sample, answer)
             sample = sampled_by(sample, adapter)
             if sample.finish_reason != ABORTED:
-                return prompt, sample, self._checked(_parsed, answer["choices"][0]["message"])
+                return prompt, sample, parsed_message(answer["choices"][0]["message"])
             self.aborts += 1
             unexplained = await self._after_abort(holds, unexplained)
 
@@ -272,7 +225,7 @@ class Engine:
         """Prompt length of a chat request by `/tokenize`, or None where the server has no such route."""
         fields: dict[str, Any] = {key: chat[key] for key in ("messages", "tools", "chat_template_kwargs") if key in chat}
         try:
-            answer = await self._call("POST", "/tokenize", {"model": self.model, **fields})
+            answer = await self._server.ask("POST", "/tokenize", {"model": self.model, **fields})
         except EngineRefused as error:
             if error.context_full:
                 raise
@@ -281,12 +234,12 @@ class Engine:
 
     async def tokenize(self, text: str) -> Ids:
         """The ids of a text, without any that a tokenizer adds at its ends."""
-        answer = await self._call("POST", "/tokenize", {"model": self.model, "prompt": text, "add_special_tokens": False})
+        answer = await self._server.ask("POST", "/tokenize", {"model": self.model, "prompt": text, "add_special_tokens": False})
         return self._checked(tokenized_ids, answer)
 
     async def detokenize(self, ids: Ids) -> str:
         """The text of ids, control tokens included."""
-        answer = await self._call("POST", "/detokenize", {"model": self.model, "tokens": ids.tolist()})
+        answer = await self._server.ask("POST", "/detokenize", {"model": self.model, "tokens": ids.tolist()})
         return str(answer["prompt"])
 
     async def version(self) -> str | None:
@@ -294,7 +247,7 @@ class Engine:
         if self._gate.adapter is not None:
             return self._gate.adapter.version
         try:
-            answer = await self._call("GET", "/weight_info")
+            answer = await self._server.ask("GET", "/weight_info")
         except EngineRefused:
             return None
         value = answer.get("weight_version")
@@ -302,15 +255,11 @@ class Engine:
 
     async def alive(self) -> bool:
         """One quick look at `/health`."""
-        try:
-            status, _ = await self._http.request("GET", "/health", None, CONNECT_TIMEOUT_S)
-        except (NoAnswer, TimeoutError):
-            return False
-        return status == 200
+        return await self._server.alive()
 
     def close(self) -> None:
         """Closes the idle connections."""
-        self._http.close()
+        self._server.close()
 
     async def _ask_policy(self, path: str, body: dict[str, Any], ids: str | None = None) -> tuple[dict[str, Any], Adapter | None]:
         """One request to the policy, and the adapter that answered it, where policies are adapters.
@@ -322,7 +271,7 @@ class Engine:
             with self._gate.asking() as adapter:
                 name = self.model if adapter is None else adapter.name
                 try:
-                    answer = await self._call("POST", path, {"model": name, **body}, self._generate_timeout_s, ids=ids)
+                    answer = await self._server.ask("POST", path, {"model": name, **body}, self._generate_timeout_s, ids=ids)
                 except EngineRefused as error:
                     if adapter is None or error.status != 404:
                         raise
@@ -334,102 +283,13 @@ class Engine:
                     raise EngineError(f"engine {self.url} was asked for adapter {name} and answered as {answer['model']!r}")
                 return answer, adapter
 
-    def own_reading(self, sample: Sample) -> Parsed | None:
-        """What the server itself made of a sample, in the one-call form."""
-        return None if sample.message is None else _parsed(sample.message)
-
     def _checked(self, read: Callable[..., T], *args: Any) -> T:
         try:
             return read(*args)
         except BadSample as error:
             raise EngineError(f"engine {self.url}: {error}") from error
 
-    def _backoff(self, attempt: int) -> float:
-        return min(self._retry.base_s * 2**attempt, MAX_BACKOFF_S)
-
-    async def _call(
-        self,
-        method: str,
-        path: str,
-        body: dict[str, Any] | None = None,
-        timeout_s: float = CONTROL_TIMEOUT_S,
-        ids: str | None = None,
-        known: Ids | None = None,
-    ) -> dict[str, Any]:
-        """One request, repeated within the retry bounds while the engine is unreachable or overloaded.
-
-        `ids` names the answer's long list of ids, and `known` are ids that it probably starts with.
-
-        Each try waits for the gate: an engine that was started again answers before it has the policy's weights.
-        """
-        raw = None if body is None else await off_loop(_text_size(body), fastjson.dumps, body)
-        deadline = time.monotonic() + self._retry.total_s
-        attempt = errors = 0
-        while True:
-            try:
-                held = time.monotonic()
-                await self._gate.wait()
-                deadline += time.monotonic() - held  # an update is not the server's failure
-                status, answer = await self._http.request(method, path, raw, timeout_s)
-            except HeldTooLong as error:
-                raise PolicyHeld(f"engine {self.url}{path}: {error}") from error
-            except TimeoutError as error:
-                raise EngineUnavailable(f"engine {self.url}{path}: no answer within {timeout_s:g} s") from error
-            except NoAnswer as error:
-                status, answer = None, str(error).encode()
-            if status == 200:
-                return json_object(answer, self.url + path, ids, known)
-            if status is not None and 300 <= status < 400:
-                raise EngineError(f"engine {self.url}{path} answered a redirect ({status}), which is never followed")
-            if status is not None and status < 500:
-                raise EngineRefused(
-                    f"engine {self.url}{path} answered {status}: {_error_text(answer)}", status, _context_full(status, answer)
-                )
-            errors += status not in (None, 503)
-            if errors >= self._retry.server_errors or time.monotonic() + self._backoff(attempt) > deadline:
-                raise EngineUnavailable(f"engine {self.url}{path} failed ({status or 'no answer'}): {_error_text(answer)}")
-            self.retries += 1
-            await asyncio.sleep(self._backoff(attempt))
-            attempt += 1
-
 
 def _asking_to_read(body: dict[str, Any], reading: Reading) -> dict[str, Any]:
     """The generate request in the one-call form."""
     return {**body, **reading.fields(), "sampling_params": {**body["sampling_params"], **reading.decoding}}
-
-
-def _text_size(body: dict[str, Any]) -> int:
-    """About how long a chat request is."""
-    contents = [message.get("content") for message in body.get("messages", ())]
-    parts = (part for content in contents if type(content) is list for part in content)
-    images = sum(len(part["image_url"]["url"]) for part in parts if part["type"] == "image_url")
-    return images + sum(len(content) for content in contents if type(content) is str)
-
-
-def json_object(raw: bytes, where: str, ids: str | None = None, known: Ids | None = None) -> dict[str, Any]:
-    """The JSON object in an engine's 200 answer; its member `ids` as an array, where it is a list of ids."""
-    try:
-        answer = fastjson.loads(raw) if ids is None else fastjson.loads_with_ids(raw, ids, known)
-    except ValueError as error:
-        raise EngineError(f"engine {where} answered 200 with something that is not JSON") from error
-    if not isinstance(answer, dict):
-        raise EngineError(f"engine {where} answered 200 with a JSON {type(answer).__name__}, not an object")
-    return answer
-
-
-def _error_text(answer: bytes) -> str:
-    try:
-        return str(fastjson.loads(answer)["error"]["message"])[:500]
-    except (ValueError, KeyError, TypeError):
-        return answer[:200].decode(errors="replace")
-
-
-def _context_full(status: int, answer: bytes) -> bool:
-    """vLLM's wording for a prompt that does not fit even without output; a too large max_tokens alone says it otherwise."""
-    text = _error_text(answer)
-    return status == 400 and ("maximum context length" in text or "exceeds model's maximum" in text) and "max_tokens" not in text
-
-
-def _parsed(message: dict[str, Any]) -> Parsed:
-    calls = tuple((str(call["function"]["name"]), str(call["function"]["arguments"])) for call in message.get("tool_calls") or ())
-    return Parsed(message.get("content"), message.get("reasoning") or message.get("reasoning_content"), calls)

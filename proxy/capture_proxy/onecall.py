@@ -10,7 +10,9 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
+
+from capture_proxy.sample import Parsed
 
 TRIALS = 4
 """Answers of a kind that are read in both forms at first."""
@@ -42,16 +44,11 @@ class Reading:
     @property
     def kind(self) -> tuple[str, ...]:
         """Requests that the server's parsers treat alike."""
-        return tuple(repr(self.context.get(name)) for name in ("tool_choice", "chat_template_kwargs", "include_reasoning"))
+        return tuple(repr(self.context.get(name)) for name in ("tool_choice", "chat_template_kwargs"))
 
     def fields(self) -> dict[str, Any]:
         """What a generate request has besides."""
         return {"output_mode": "derender", "parse_context": self.context}
-
-
-class Readable(Protocol):
-    @property
-    def calls(self) -> tuple[tuple[str, str], ...]: ...
 
 
 class OneCall:
@@ -86,7 +83,7 @@ class OneCall:
             self.why_left = why
             log.warning("engine %s: answers are read by a request of their own: %s", self._url, why)
 
-    def trusts(self, reading: Reading, read: Readable) -> bool:
+    def trusts(self, reading: Reading, read: Parsed) -> bool:
         """Whether such an answer needs no second look."""
         kind = reading.kind, bool(read.calls)
         if self.why_left is not None or self._alike[kind] < TRIALS:
@@ -94,7 +91,7 @@ class OneCall:
         self._unchecked[kind] += 1
         return self._unchecked[kind] % AGAIN > 0
 
-    def compare(self, reading: Reading, read: Readable, separately: Readable) -> None:
+    def compare(self, reading: Reading, read: Parsed, separately: Parsed) -> None:
         """What the two forms made of one answer."""
         if read == separately:
             self._alike[reading.kind, bool(read.calls)] += 1

@@ -14,8 +14,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import TypeVar
 
-from capture_proxy.engine import Engine, EngineUnavailable, PolicyHeld, Retry
+from capture_proxy.engine import Engine
 from capture_proxy.gate import Gate
+from capture_proxy.upstream import EngineUnavailable, PolicyHeld, Retry
 
 T = TypeVar("T")
 

@@ -5,9 +5,9 @@ Invariant: whatever a client may usefully repeat says when.
 
 from __future__ import annotations
 
-from capture_proxy.engine import EngineError, EngineRefused, EngineUnavailable
 from capture_proxy.reasons import Reason
 from capture_proxy.store import StoreError
+from capture_proxy.upstream import EngineError, EngineRefused, EngineUnavailable
 
 CONTEXT_FULL = "context_length_exceeded"
 

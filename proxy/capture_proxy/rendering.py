@@ -14,11 +14,13 @@ import numpy as np
 from capture_proxy import images
 from capture_proxy.certify import Certificate
 from capture_proxy.codec import Ids
-from capture_proxy.engine import EngineRefused, Parsed, Rendered
+from capture_proxy.engine import Rendered
 from capture_proxy.graph import Turn
 from capture_proxy.history import Continuation
 from capture_proxy.messages import Message
+from capture_proxy.sample import Parsed
 from capture_proxy.splice import Answer, Fork, append, splice
+from capture_proxy.upstream import EngineRefused
 from capture_proxy.view import View
 
 

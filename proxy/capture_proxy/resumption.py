@@ -75,7 +75,7 @@ def joined_sample(first: Sample, more: Sample) -> Sample:
     logps: Logps = np.concatenate([first.logps, more.logps]) if more.problem is None else np.empty(0, np.float32)
     adapters = tuple(dict.fromkeys([*first.adapters, *more.adapters]))
     versions = _joined_versions(first, more)
-    return replace(more, ids=ids, logps=logps, versions=versions, cached_tokens=first.cached_tokens, adapters=adapters, message=None)
+    return replace(more, ids=ids, logps=logps, versions=versions, cached_tokens=first.cached_tokens, adapters=adapters)
 
 
 def _joined_versions(first: Sample, more: Sample) -> tuple[tuple[str, int, int], ...] | None:
@@ -115,4 +115,4 @@ def _first(stops: Sequence[str], text: str) -> str | None:
 def _cut(sample: Sample, end: int, stop: str) -> Sample:
     versions = None if sample.versions is None else tuple((v, a, min(b, end)) for v, a, b in sample.versions if a < end)
     logps = sample.logps[:end]
-    return replace(sample, ids=sample.ids[:end], logps=logps, versions=versions, finish_reason="stop", stop_reason=stop, message=None)
+    return replace(sample, ids=sample.ids[:end], logps=logps, versions=versions, finish_reason="stop", stop_reason=stop)

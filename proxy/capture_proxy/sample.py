@@ -29,6 +29,16 @@ class UnnamedIds(Exception):
 
 
 @dataclass(frozen=True)
+class Parsed:
+    """Sampled ids as the engine's own parsers read them."""
+
+    content: str | None
+    reasoning: str | None
+    calls: tuple[tuple[str, str], ...]
+    """(name, argument string) of each tool call."""
+
+
+@dataclass(frozen=True)
 class Sample:
     """One sampled completion."""
 
@@ -46,7 +56,7 @@ class Sample:
     """(first id, seed) of each further request that it took, because the engine ended the one before (`resumption`)."""
     adapters: tuple[str, ...] = ()
     """Names of the adapters that sampled it, in order; none: the engine's own model did."""
-    message: dict[str, Any] | None = None
+    read: Parsed | None = None
     """What the server's own parsers make of it, where they were asked in the same request (`onecall`)."""
 
     @property
@@ -76,7 +86,13 @@ def generate_sample(answer: dict[str, Any], prompt_len: int, read: bool = False)
 def _with_message(sample: Sample, message: Any) -> Sample:
     """With the server's message; a chat's word for an answer with calls is not why sampling ended."""
     finish = "stop" if sample.finish_reason == "tool_calls" else sample.finish_reason
-    return replace(sample, finish_reason=finish, message=message if isinstance(message, dict) else None)
+    return replace(sample, finish_reason=finish, read=parsed_message(message) if isinstance(message, dict) else None)
+
+
+def parsed_message(message: dict[str, Any]) -> Parsed:
+    """An assistant message of the chat route's kind."""
+    calls = tuple((str(call["function"]["name"]), str(call["function"]["arguments"])) for call in message.get("tool_calls") or ())
+    return Parsed(message.get("content"), message.get("reasoning") or message.get("reasoning_content"), calls)
 
 
 def chat_sample(answer: dict[str, Any]) -> tuple[Ids, Sample]:

@@ -17,17 +17,18 @@ import numpy as np
 from capture_proxy.bigjson import off_loop
 from capture_proxy.certify import Certificates
 from capture_proxy.control import USUAL, ControlTokens, quoted
-from capture_proxy.engine import Engine, EngineError, EngineInfo, EngineRefused, Parsed
+from capture_proxy.engine import Engine, EngineInfo
 from capture_proxy.ids import Ids, PrefixHash
 from capture_proxy.messages import AgentCall, context_key
 from capture_proxy.onecall import OneCall, Reading
 from capture_proxy.reasons import Reason
 from capture_proxy.refusal import CONTEXT_FULL, CallRefused
 from capture_proxy.rendering import Prompt, build_prompt, visible
-from capture_proxy.sample import Sample
+from capture_proxy.sample import Parsed, Sample
 from capture_proxy.scripted import demonstrate
 from capture_proxy.session import RunningCall, Session
 from capture_proxy.splice import Fork, closing_token
+from capture_proxy.upstream import EngineError, EngineRefused
 from capture_proxy.view import View, chat_fields
 
 
@@ -228,7 +229,7 @@ async def _parse(view: View, sample: Sample, prompt: Ids, ended: bool, reading: 
         raise EngineError(f"engine {engine.url}: {sample.problem or 'it sampled nothing'}")
     text = sample.ids[:-1] if ended else sample.ids
     # The engine leaves out the id at which it stopped; where that is text it belongs to the answer.
-    read = engine.own_reading(sample) if len(text) and (ended or not sample.ended_by_token) else None
+    read = sample.read if len(text) and (ended or not sample.ended_by_token) else None
     if reading is not None and read is not None and one_call.trusts(reading, read):
         return read
     try:

@@ -13,10 +13,10 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from capture_proxy.codec import Ids
-from capture_proxy.engine import EngineError
 from capture_proxy.messages import Message
 from capture_proxy.sample import Sample
 from capture_proxy.splice import Fork, closing_token
+from capture_proxy.upstream import EngineError
 from capture_proxy.view import View
 
 

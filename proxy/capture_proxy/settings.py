@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from capture_proxy.engine import Retry
 from capture_proxy.store import Durability
+from capture_proxy.upstream import Retry
 
 Capture = Literal["auto", "tokens", "chat"]
 

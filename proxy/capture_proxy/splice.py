@@ -12,10 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from capture_proxy.codec import Ids, common_prefix, common_suffix
-from capture_proxy.engine import Engine, EngineRefused, Parsed
+from capture_proxy.engine import Engine
 from capture_proxy.graph import Turn
 from capture_proxy.messages import Message, message_key
+from capture_proxy.sample import Parsed
 from capture_proxy.trace import hash_ids
+from capture_proxy.upstream import EngineRefused
 from capture_proxy.view import View
 
 MERGED_IDS = 4

@@ -11,8 +11,10 @@ from typing import Any
 from capture_proxy import images
 from capture_proxy.codec import Ids
 from capture_proxy.control import ControlTokens
-from capture_proxy.engine import Engine, EngineError, Parsed, Rendered
+from capture_proxy.engine import Engine, Rendered
 from capture_proxy.messages import AgentCall, Message
+from capture_proxy.sample import Parsed
+from capture_proxy.upstream import EngineError
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ from trials import run_trial
 
 from capture_proxy.app import Proxy, agent_app, server
 from capture_proxy.auth import key_hash
-from capture_proxy.engine import Retry
 from capture_proxy.records import Snapshot
 from capture_proxy.settings import Settings
 from capture_proxy.spec import SessionSpec
+from capture_proxy.upstream import Retry
 from harness_rl.agents.opencode import SPEC, VERSION, Opencode
 from harness_rl.agents.registry import HARNESSES, build_agent, check_name, get
 from harness_rl.errors import UserError

@@ -18,8 +18,8 @@ from capture_proxy.admin import main_app
 from capture_proxy.app import Proxy
 from capture_proxy.auth import key_hash
 from capture_proxy.client import ProxyClient
-from capture_proxy.engine import Retry
 from capture_proxy.settings import Settings
+from capture_proxy.upstream import Retry
 from harness_rl.config import RunConfig
 from harness_rl.metrics import RunState
 from harness_rl.orchestrator.batches import Assembler

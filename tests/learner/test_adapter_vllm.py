@@ -16,9 +16,10 @@ import torch
 from numpy.typing import NDArray
 from vllm_server import make_tiny_model, vllm
 
-from capture_proxy.engine import Engine, EngineUnavailable, Retry
+from capture_proxy.engine import Engine
 from capture_proxy.gate import Gate
 from capture_proxy.sample import Sample
+from capture_proxy.upstream import EngineUnavailable, Retry
 from harness_rl.learner import lora
 from harness_rl.learner.policy import Policy
 from harness_rl.learner.spec import LearnerSpec

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from test_sync_vllm import PROMPTS, Rig, Server, rig, server  # noqa: F401 - fixtures
 
-from capture_proxy.engine import Engine, Retry
+from capture_proxy.engine import Engine
 from capture_proxy.gate import Gate
 from capture_proxy.sample import Sample
+from capture_proxy.upstream import Retry
 from harness_rl.sync.base import StopPolicy, SyncReport
 from harness_rl.sync.client import EngineClient, SyncFailed
 

@@ -307,6 +307,8 @@ class FakeEngine:
         if body["sampling_params"].get("skip_special_tokens") is not False:
             shown = [i for i in shown if i not in (START, END, PAD)]
         choice["message"] = self.parse(self.tokenizer.decode(shown), body["parse_context"]["tools"])
+        if not shown:
+            choice["message"]["content"] = None  # as vLLM's reasoning parsers have it
         if self.misreads:
             choice["message"]["content"] = "misread"
         if said.finish == "stop" and choice["message"]["tool_calls"]:

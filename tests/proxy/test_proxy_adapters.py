@@ -11,9 +11,9 @@ from fake_engine import FakeEngine
 from proxy_helpers import USER, Serve, Served, assert_chain, assert_engine_saw_the_rows, until
 
 from capture_proxy.client import ProxyError
-from capture_proxy.engine import Retry
 from capture_proxy.gate import Adapter
 from capture_proxy.sample import Sample, sampled_by
+from capture_proxy.upstream import Retry
 
 ASK = {"model": "m", "messages": USER}
 

@@ -9,7 +9,7 @@ import pytest
 from fake_engine import FakeEngine
 from proxy_helpers import BASH, USER, Agent, Serve, Served, assert_chain, total, until
 
-from capture_proxy.engine import Retry
+from capture_proxy.upstream import Retry
 
 ASK = {"model": "m", "messages": USER, "tools": [BASH]}
 BAD_LOGPROBS = ["no_logprobs", "short", "doubled", "shuffled", "swapped", "nan", "null", "floor", "positive"]

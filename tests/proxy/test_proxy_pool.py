@@ -12,7 +12,7 @@ from proxy_helpers import ADMIN_KEY, USER, Agent, Serve, Served, assert_chain, u
 
 from capture_proxy import pool
 from capture_proxy.client import CreatedSession
-from capture_proxy.engine import Retry
+from capture_proxy.upstream import Retry
 
 
 @pytest.fixture

@@ -17,8 +17,9 @@ from proxy_helpers import ADMIN_KEY, BASH, Agent, Serve, Served, tool_result, to
 from capture_proxy.certify import CHANGED, SPLICED, Certificate, certify
 from capture_proxy.client import ProxyError
 from capture_proxy.control import ControlTokens
-from capture_proxy.engine import Engine, Rendered, Retry
+from capture_proxy.engine import Engine, Rendered
 from capture_proxy.trace import TrainingTrace
+from capture_proxy.upstream import Retry
 from capture_proxy.view import View
 from harness_rl.selftest.engine import Said, ScriptedEngine
 from harness_rl.selftest.programs import packages

@@ -9,8 +9,9 @@ import openai
 import pytest
 from proxy_helpers import BASH, USER, Serve, assert_chain, tool_result, total
 
-from capture_proxy.engine import Engine, Retry
+from capture_proxy.engine import Engine
 from capture_proxy.trace import TrainingTrace, hash_ids
+from capture_proxy.upstream import Retry
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from proxy_helpers import Agent, Serve, Served, until
 
-from capture_proxy.engine import Retry
 from capture_proxy.resumption import Partial, joined_sample
 from capture_proxy.sample import Sample
+from capture_proxy.upstream import Retry
 
 
 async def aborted_by_a_sync(served: Served, engine: FakeEngine, agent: Agent, first: str, then: str, **fields: Any) -> dict[str, Any]:
