@@ -31,7 +31,9 @@ class StepLate(SyncFailed):
 class EngineClient:
     def __init__(self, url: str, model: str, timeout_s: float) -> None:
         self.url, self.model, self.timeout_s = url.rstrip("/"), model, timeout_s
-        self._http = httpx.Client(base_url=self.url, timeout=timeout_s, trust_env=False)
+        # A connection for each request: a server closes one after an answer of 500, which a reused one may find out too late.
+        limits = httpx.Limits(max_keepalive_connections=0)
+        self._http = httpx.Client(base_url=self.url, timeout=timeout_s, trust_env=False, limits=limits)
 
     def wait_healthy(self) -> None:
         """Wait, at most one call's deadline, for a server that is being started again."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -193,3 +196,40 @@ class Slow:
     def full_tensor(self) -> torch.Tensor:
         time.sleep(2 * DEADLINE_S)
         return self.parameter
+
+
+def test_an_update_that_a_dead_learner_left_open_is_begun_again_though_its_refusal_ends_the_connection() -> None:
+    """As uvicorn: after an answer of 500 the connection is gone, and that may show only once the next request is on it."""
+    asked: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        refused = False
+
+        def do_POST(self) -> None:
+            if self.refused:
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                self.connection.close()
+                self.close_connection = True
+                return
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self.refused = not asked
+            asked.append(self.path)
+            body = b"a weight update is already active" if self.refused else b"{}"
+            self.send_response(500 if self.refused else 200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args: Any) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    client = EngineClient(f"http://127.0.0.1:{server.server_port}", "policy", 5.0)
+    try:
+        client.start_update()
+    finally:
+        client.close()
+        server.shutdown()
+        server.server_close()
+    assert asked == ["/start_weight_update", "/finish_weight_update", "/start_weight_update"]
