@@ -18,7 +18,7 @@ from typing import Any
 
 from aiohttp import web
 
-from capture_proxy import bigjson, bodies, calls, dialects, fastjson, limits, recall, schemas
+from capture_proxy import bigjson, bodies, calls, dialects, fastjson, limits, recall, schemas, volatile
 from capture_proxy.auth import agent_key, key_hash, new_key, same_key
 from capture_proxy.calls import Context
 from capture_proxy.certify import Certificates
@@ -36,7 +36,7 @@ from capture_proxy.session import RunningCall, Session
 from capture_proxy.settings import Settings
 from capture_proxy.spec import SessionSpec
 from capture_proxy.store import Store, StoreError, read_log
-from capture_proxy.stream import EventStream
+from capture_proxy.stream import EventStream, reading_within
 from capture_proxy.upstream import EngineError
 
 log = logging.getLogger(__name__)
@@ -217,10 +217,10 @@ class AgentRoutes:
             running = session.begin()
         except StoreError as error:
             return _error(request, CallRefused(503, None, str(error), Reason.ENGINE_FAILED, retry_after_s=5))
+        # A task, so that a seal can end it: what has not arrived by then is not sampled after it.
+        running.task = arriving = asyncio.create_task(self._arrived(dialect, request, session, running, fields))
         try:
-            limits.check_rate(session)
-            body = await self._body(request, session, running) | fields
-            call = await _parsed(dialect, session, body, request, running.body_bytes)
+            call, body = await arriving
         except (BadRequest, CallRefused) as error:
             refused = (
                 error if isinstance(error, CallRefused) else CallRefused(getattr(error, "status", 400), None, str(error), Reason.REFUSED)
@@ -230,8 +230,10 @@ class AgentRoutes:
             self.proxy.ctx.metrics.calls[refused.reason.value] += 1
             return _error(request, refused)
         except BaseException:
-            session.end(running.seq, Reason.ABANDONED, "the client left before its request was complete")
+            session.end(running.seq, running.cancel_reason, "its client left, or a seal came, before it had all arrived")
             session.leave(running)
+            if running.cancel_reason is Reason.LATE and arriving.cancelled():
+                return _not_found(request)
             raise
         running.task = asyncio.create_task(calls.perform(self.proxy.ctx, session, call, body, running))
         try:
@@ -242,6 +244,14 @@ class AgentRoutes:
                     await self._not_delivered(session, running, running.task)
             finally:  # a listener that is closed cancels its handlers more than once
                 session.leave(running)
+
+    async def _arrived(
+        self, dialect: ModuleType, request: web.Request, session: Session, running: RunningCall, fields: dict[str, Any]
+    ) -> tuple[AgentCall, dict[str, Any]]:
+        """The call and its body, once the client has sent it all. Raises `BadRequest`, `CallRefused`."""
+        limits.check_rate(session)
+        body = await self._body(request, session, running) | fields
+        return await _parsed(dialect, session, body, request, running.body_bytes), body
 
     async def _respond(
         self, request: web.Request, session: Session, call: AgentCall, running: RunningCall, task: asyncio.Task[Reply]
@@ -256,6 +266,10 @@ class AgentRoutes:
                 sampling.cancel()
             if not (task.done() and (task.cancelled() or task.exception() is not None)):
                 return await self._stream(request, session, call, running, task)
+        elif not (await asyncio.wait({task}, timeout=self.proxy.settings.plain_answer_s))[0]:
+            running.cancel_reason = Reason.ENGINE_FAILED
+            late = f"no answer within {self.proxy.settings.plain_answer_s:g} s; ask again, or ask for a stream"
+            return _error(request, CallRefused(503, None, late, Reason.ENGINE_FAILED, retry_after_s=5))
         try:
             answer = await asyncio.shield(task)
         except CallRefused as refused:
@@ -267,8 +281,9 @@ class AgentRoutes:
         body = fastjson.dumps(dialects.BY_NAME[call.dialect].reply(answer, call, running.response_id, running.created))
         response = web.Response(body=body, content_type="application/json", charset="utf-8")
         # Written here to the last byte, so that a client that has left is noticed.
-        await response.prepare(request)
-        await response.write_eof()
+        async with reading_within(request, self.proxy.settings.answer_timeout_s):
+            await response.prepare(request)
+            await response.write_eof()
         session.deliver(running)
         return response
 
@@ -276,7 +291,7 @@ class AgentRoutes:
         self, request: web.Request, session: Session, call: AgentCall, running: RunningCall, task: asyncio.Task[Reply]
     ) -> web.StreamResponse:
         dialect = dialects.BY_NAME[call.dialect]
-        stream = EventStream(request, self.proxy.settings.keepalive_s)
+        stream = EventStream(request, self.proxy.settings.keepalive_s, self.proxy.settings.answer_timeout_s)
         response_id, created = running.response_id, running.created
         await stream.start(dialect.stream_head(call, response_id, created))
         await stream.wait(task, dialect.noop(call, response_id, created))
@@ -327,7 +342,8 @@ async def _parsed(dialect: ModuleType, session: Session, body: dict[str, Any], r
     """The call with its role. Raises `BadRequest`, also where the dialect stumbles over a body in a way that it does not know."""
     try:
         whole = recall.expanded(body, session.graph) if dialect is dialects.responses else body
-        call: AgentCall = await bigjson.off_loop(size, dialect.parse, whole, request.headers)
+        read: AgentCall = await bigjson.off_loop(size, dialect.parse, whole, request.headers)
+        call = volatile.without(read, session.spec.template.keep_volatile)
         schemas.check_references(call)
         rule = session.spec.roles.find(call, request.headers)
     except BadRequest:

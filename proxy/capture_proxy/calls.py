@@ -15,10 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from capture_proxy import dialects, images
+from capture_proxy import delta, dialects, images
+from capture_proxy.bigjson import off_loop
 from capture_proxy.certify import Certificates
 from capture_proxy.codec import common_prefix
 from capture_proxy.control import ControlTokens
+from capture_proxy.disputes import disputes
 from capture_proxy.engine import Engine
 from capture_proxy.gate import Gate, HeldTooLong
 from capture_proxy.graph import Turn
@@ -147,9 +149,10 @@ async def _answer(ctx: Context, session: Session, call: AgentCall, body: dict[st
     reply, turn = _turn(ctx, session, call, running, sampled)
     if turn is None:
         session.end(running.seq, Reason.TOKEN_COUNT_MISMATCH, sampled.sample.problem)
+        ctx.metrics.calls[Reason.TOKEN_COUNT_MISMATCH.value] += 1
         return reply
-    base, keep, request = session.graph.place(turn.parent, turn.prompt, body)
-    turn.base, turn.keep, turn.request = base, keep, request
+    turn.base, turn.keep, before = session.graph.place(turn.parent, turn.prompt)
+    turn.request = await off_loop(running.body_bytes, delta.encode, before, body)
     stored = await session.record(running, turn)
     _count(ctx.metrics, sampled, turn)
     await stored
@@ -179,6 +182,11 @@ def _turn(ctx: Context, session: Session, call: AgentCall, running: RunningCall,
         session.note("end_of_turn_not_sampled", f"the answer ends with id {sample.ids[-1]}, which is text: no end is trained", running.seq)
     if done.built is not None and done.built.fork_cause is not None:
         session.note("fork", done.built.fork_cause, running.seq)
+    if done.edited is not None:
+        session.note("history_edited", f"turn {done.edited.node_id} is shown, and not as it was", running.seq)
+    disputed = list(disputes(calls, call.tools, sample.finish_reason))
+    for name, what in disputed:
+        session.note("disputed_tool_call", f"{what}: {name!r:.100}", running.seq)
     leading = call.messages[0]
     meta = {
         "origin": "demonstration" if done.demonstration else "sampled",
@@ -195,6 +203,7 @@ def _turn(ctx: Context, session: Session, call: AgentCall, running: RunningCall,
         "dialect": call.dialect,
         "agent_id": call.agent_id,
         "left_out": list(call.left_out),
+        "disputed_tool_calls": [list(dispute) for dispute in disputed],
         "quoted_control_tokens": list(done.quoted),
         "control_tokens": session.spec.template.control_tokens,
         "role_rule": call.role[1] if call.role is not None else None,
@@ -202,6 +211,7 @@ def _turn(ctx: Context, session: Session, call: AgentCall, running: RunningCall,
         "capture": done.mode,
         "spliced": done.built is not None and done.built.spliced,
         "fork_cause": done.built.fork_cause if done.built is not None else None,
+        "edited": done.edited.node_id if done.edited is not None else None,
         "prefix_broken_at": _broken_at(done),
         "problem": sample.problem,
         "started_at": running.started_at,
@@ -250,11 +260,17 @@ def _versions(ctx: Context, done: Sampled) -> tuple[list[list[Any]], list[str | 
     return [[known, 0, len(done.sample.ids)]], [before, after]
 
 
+def _broken(done: Sampled) -> Turn | None:
+    """The turn whose ids the prompt would begin with, had template and client left it as it was."""
+    if done.edited is not None or done.built is None:
+        return done.edited
+    return done.built.continues if done.built.fork_cause is not None else None
+
+
 def _broken_at(done: Sampled) -> int | None:
-    """How many leading ids a prompt that could not go on from its turn still has in common with that turn."""
-    if done.built is None or done.built.fork_cause is None or done.built.continues is None:
-        return None
-    return common_prefix(done.built.continues.total, done.prompt)
+    """How many leading ids a prompt has in common with a turn that it could not go on from."""
+    broken = _broken(done)
+    return None if broken is None else common_prefix(broken.total, done.prompt)
 
 
 def _reason(session: Session, call: AgentCall, done: Sampled, versions: list[list[Any]]) -> Reason | None:
@@ -277,8 +293,9 @@ def _count(metrics: Metrics, done: Sampled, turn: Turn) -> None:
     metrics.totals["cached_prompt_tokens"] += done.sample.cached_tokens
     metrics.totals["spliced_turns"] += bool(turn.meta["spliced"])
     metrics.totals["turns_with_quoted_control_tokens"] += bool(done.quoted)
-    if done.built is not None and done.built.continues is not None:
-        whole = len(done.built.continues.total)
-        metrics.totals["spliced_tokens"] += whole if turn.meta["spliced"] else 0
-        metrics.totals["broken_prefix_tokens"] += whole - (turn.meta["prefix_broken_at"] or 0) if turn.meta["fork_cause"] else 0
-    metrics.totals["forked_turns"] += turn.meta["fork_cause"] is not None
+    if done.built is not None and done.built.continues is not None and done.built.spliced:
+        metrics.totals["spliced_tokens"] += len(done.built.continues.total)
+    if (broken := _broken(done)) is not None:
+        metrics.totals["forked_turns"] += 1
+        metrics.totals["broken_prefix_tokens"] += len(broken.total) - turn.meta["prefix_broken_at"]
+    metrics.totals["disputed_tool_calls"] += len(turn.meta["disputed_tool_calls"])

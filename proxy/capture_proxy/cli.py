@@ -24,13 +24,12 @@ from urllib.parse import urlsplit
 import uvloop
 from aiohttp import web
 
-from capture_proxy import certify, replay
+from capture_proxy import certify, replay, roles, volatile
 from capture_proxy.admin import main_app
 from capture_proxy.app import Proxy, server
 from capture_proxy.auth import key_hash
 from capture_proxy.front import check_store, serve_front
 from capture_proxy.handoff import HandoffServer
-from capture_proxy.roles import listing
 from capture_proxy.settings import Settings
 from capture_proxy.store import StoreError
 from capture_proxy.worker import serve_worker
@@ -43,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="capture-proxy",
         description="Records, token by token, what an agent asks of an engine.",
-        epilog="`capture-proxy rules` lists the rules by which side calls of known agents are told; "
+        epilog="`capture-proxy rules` lists the rules by which side calls and volatile text of known agents are told; "
         "`capture-proxy replay STORE` derives every trace of a store anew and compares; "
         "`capture-proxy certify` tries which conversations an engine's chat template lets go on by tokens.",
     )
@@ -146,7 +145,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0 after a signal, 1 when it cannot run, 2 for wrong input."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     if arguments[:1] == ["rules"]:
-        print(listing())
+        print(roles.listing())
+        print(volatile.listing())
         return 0
     for name, command in (("replay", replay.main), ("certify", certify.main)):
         if arguments[:1] == [name]:

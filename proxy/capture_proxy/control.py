@@ -21,8 +21,9 @@ from capture_proxy.upstream import EngineError
 
 USUAL = re.compile(r"<\|[\w./-]{1,64}\|>|<｜[\w▁./-]{1,64}｜>|</?(?:think|tool_call|tool_response|s)>|<(?:start|end)_of_turn>|\[/?INST\]")
 """How the control tokens of known model families look, where the tokenizer itself is not at hand."""
-OPEN, CLOSE = "\ue000", "\ue001"
-"""Private-use characters around the number of a hidden token; no tokenizer merges them with digits or with what surrounds them."""
+MARKS = tuple((chr(at), chr(at + 1)) for at in range(0x10FF00, 0x10FFFE, 2))
+"""Pairs of private-use characters to stand around the number of a hidden token: of the last ones, where no font draws its icons. No
+tokenizer merges them with digits or with what surrounds them."""
 
 
 def quoted(messages: list[Message], pattern: re.Pattern[str] = USUAL) -> tuple[str, ...]:
@@ -41,6 +42,8 @@ class Hidden:
 
     messages: list[Message]
     tokens: tuple[str, ...]
+    marks: tuple[str, str]
+    """What stands around each token's number; in none of the messages."""
 
 
 class ControlTokens:
@@ -59,16 +62,19 @@ class ControlTokens:
         self.pattern = re.compile("|".join(map(re.escape, names)) or r"(?!)")
 
     def hide(self, messages: list[Message]) -> Hidden:
-        """The messages with a numbered mark in place of each quoted control token. Raises `EngineError` where a text holds such marks."""
+        """The messages with a numbered mark in place of each quoted control token. Raises `EngineError` where they hold every mark."""
         tokens: list[str] = []
+        texts = [text for message in messages for text in _texts(message.get("content"))]
+        unused = (pair for pair in MARKS if not any(mark in text for mark in pair for text in texts))
+        if (marks := next(unused, None)) is None:
+            raise EngineError("the messages hold every private-use character (from U+10FF00 on) that could mark a quoted control token")
+        opening, closing = marks
 
         def mark(match: re.Match[str]) -> str:
             tokens.append(match[0])
-            return f"{OPEN}{len(tokens) - 1}{CLOSE}"
+            return f"{opening}{len(tokens) - 1}{closing}"
 
         def shown(text: str) -> str:
-            if OPEN in text or CLOSE in text:
-                raise EngineError("a message holds the private-use characters U+E000 or U+E001, which mark quoted control tokens")
             return self.pattern.sub(mark, text)
 
         out = []
@@ -80,22 +86,23 @@ class ControlTokens:
                 out.append({**message, "content": shown(content)})
             else:
                 out.append({**message, "content": [{**part, "text": shown(part["text"])} if "text" in part else part for part in content]})
-        return Hidden(out, tuple(tokens))
+        return Hidden(out, tuple(tokens), marks)
 
     def restore(self, rendered: Rendered, hidden: Hidden) -> Rendered:
         """The render with the hidden tokens as text. Raises `EngineError` where this is not the engine's own tokenizer."""
         if not hidden.tokens:
             return rendered
+        opening, closing = hidden.marks
         out: list[int] = []
         found = 0
         for stretch, control in self._stretches(rendered.ids.tolist()):
             text = "" if control else self._whole.decode(stretch, skip_special_tokens=False)
-            if OPEN not in text:
+            if opening not in text:
                 out += stretch
                 continue
             if self._encoded(text) != stretch:
                 raise EngineError("--tokenizer is not the engine's tokenizer: it encodes the engine's own render as other ids")
-            pieces = re.split(f"{OPEN}(\\d+){CLOSE}", text)
+            pieces = re.split(f"{opening}(\\d+){closing}", text)
             found += len(pieces) // 2
             out += self._encoded("".join(hidden.tokens[int(piece)] if n % 2 else piece for n, piece in enumerate(pieces)))
         if found != len(hidden.tokens):

@@ -29,9 +29,10 @@ import aiohttp
 from aiohttp import web
 
 from capture_proxy.app import server
+from capture_proxy.auth import same_key
 from capture_proxy.front_admin import FrontAdmin, WorkerDown
 from capture_proxy.handoff import HandoffSocket, refused
-from capture_proxy.routing import MAX_HEAD, Target, owner, target_of
+from capture_proxy.routing import MAX_HEAD, Target, bearer_of, owner, target_of
 from capture_proxy.settings import Settings
 from capture_proxy.worker import handoff_path, http_path
 
@@ -171,7 +172,11 @@ class Front:
             os.close(fd)
 
     async def _hand_over(self, worker: Worker, line: bytes, fd: int) -> dict[str, Any]:
-        return await asyncio.to_thread(_send_listener, handoff_path(self.folder, worker.index), line, fd)
+        copy = os.dup(fd)  # a seal closes ours, and its number may then be another file's
+        try:
+            return await asyncio.to_thread(_send_listener, handoff_path(self.folder, worker.index), line, copy)
+        finally:
+            os.close(copy)
 
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -200,7 +205,7 @@ class Front:
                 # The protocol owns the connection from here on.
                 await asyncio.get_running_loop().connect_accepted_socket(_factory(self._runner), connection.dup())
                 return
-            if target.ends:
+            if target.ends and same_key(bearer_of(head), self.settings.admin_key_hash):
                 self.forget_listeners(target.name)
             await self._give(self.workers[self._worker_of(target)], connection)
 
@@ -219,11 +224,8 @@ class Front:
                         return
                     await asyncio.sleep(0.01)  # its queue is full, or it has just died
         except TimeoutError:
-            head = (
-                f"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 5\r\nContent-Type: application/json\r\nContent-Length: {len(BUSY)}\r\n"
-            )
             with contextlib.suppress(OSError):
-                connection.send(head.encode() + b"Connection: close\r\n\r\n" + BUSY)
+                connection.send(BUSY)
 
     async def _supervise(self, worker: Worker) -> None:
         """Starts a dead worker again, as it was."""
@@ -242,6 +244,8 @@ class Front:
                 await worker.start()
                 await self._restore(worker)
             except (OSError, WorkerDown) as error:
+                await worker.kill()  # where it runs, and could not be brought to the state of the others
+                log.error("worker %d: %s", worker.index, error)
                 if failures <= MAX_RESTARTS:
                     continue
                 if not self.failed.done():
@@ -249,16 +253,18 @@ class Front:
                 return
 
     async def _restore(self, worker: Worker) -> None:
-        for session_id, copies in list(self.listeners.items()):
-            if owner(session_id, len(self.workers)) == worker.index:
-                for line, fd in copies:
-                    answer = await self._hand_over(worker, line, fd)
-                    if not answer.get("ok"):
-                        log.error("session %s: its listener is lost: %s", session_id, answer.get("error"))
-                        self.forget_listeners(session_id)
-                        break
+        """The hold and the version in force first: a listener's queue may be full of calls."""
         worker.restarts += 1
         await self.admin.restore(worker)
+        for session_id in [name for name in self.listeners if owner(name, len(self.workers)) == worker.index]:
+            for line, fd in self.listeners.get(session_id, [])[:]:
+                if session_id not in self.listeners:
+                    break  # sealed meanwhile
+                answer = await self._hand_over(worker, line, fd)
+                if not answer.get("ok"):
+                    log.error("session %s: its listener is lost: %s", session_id, answer.get("error"))
+                    self.forget_listeners(session_id)
+                    break
 
     def _spawn(self, work: Awaitable[None]) -> None:
         task = asyncio.ensure_future(work)

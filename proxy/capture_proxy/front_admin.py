@@ -19,7 +19,11 @@ from capture_proxy.settings import Settings
 
 
 class WorkerDown(Exception):
-    """A worker does not answer."""
+    """A worker does not answer, or not as it should."""
+
+
+class WorkerRefused(WorkerDown):
+    """A worker says that the request itself is wrong; all would."""
 
 
 class AskedWorker(Protocol):
@@ -67,15 +71,14 @@ class FrontAdmin:
         self._authorise(request)
         hold = (await read_model(request, Hold, self.settings)).model_dump()
         async with self._changing:
-            self._hold = hold
-            return web.json_response((await self._all("POST", "/hold", hold))[0])
+            answers = await self._change("/hold", hold, hold, self._release)
+            return web.json_response(answers[0])
 
     async def release(self, request: web.Request) -> web.Response:
         self._authorise(request)
         release = (await read_model(request, Release, self.settings)).model_dump()
         async with self._changing:
-            self._hold, self._release = None, release if release["version"] is not None else self._release
-            answers = await self._all("POST", "/release", release)
+            answers = await self._change("/release", release, None, release if release["version"] is not None else self._release)
             asked = sorted({name for answer in answers for name in answer["adapters_asked"]})
             return web.json_response({**answers[0], "adapters_asked": asked})
 
@@ -122,11 +125,23 @@ class FrontAdmin:
             raise web.HTTPUnauthorized(reason="the admin key is missing or wrong")
         self._key = key
 
+    async def _change(self, path: str, body: dict[str, Any], hold: dict[str, Any] | None, release: dict[str, Any] | None) -> list[Any]:
+        """Tells all workers; from then on `hold` and `release` are in force, also where one of them is just dying, unless it is refused."""
+        before = self._hold, self._release
+        self._hold, self._release = hold, release
+        try:
+            return await self._all("POST", path, body)
+        except web.HTTPBadRequest:
+            self._hold, self._release = before
+            raise
+
     async def _all(self, method: str, path: str, body: Any = None) -> list[Any]:
         """The answers of the workers that are up; one that is not is told when it is (`restore`)."""
         up = [worker for worker in self.workers if worker.up.is_set()]
         try:
             answers = await asyncio.gather(*(self._ask(worker, method, path, body) for worker in up))
+        except WorkerRefused as error:
+            raise web.HTTPBadRequest(reason=str(error)) from error
         except WorkerDown as error:
             raise web.HTTPServiceUnavailable(reason=str(error)) from error
         if not answers:
@@ -137,6 +152,8 @@ class FrontAdmin:
         headers = {"Authorization": f"Bearer {self._key}"}
         try:
             async with worker.http.request(method, "http://worker" + path, json=body, headers=headers) as response:
+                if response.status == 400:
+                    raise WorkerRefused((await response.json())["error"]["message"])
                 if response.status != 200:
                     raise WorkerDown(f"worker {worker.index} answered {path} with {response.status}")
                 return await response.text() if path == "/metrics" else await response.json()

@@ -116,16 +116,16 @@ class TurnGraph:
             return continues.node_id
         return best[0] if best else None
 
-    def place(self, parent: str | None, prompt: Ids, body: delta.Body) -> tuple[str | None, int, delta.Body]:
-        """`(base, keep, request delta)` under which a new turn with this parent, prompt and body is stored."""
+    def place(self, parent: str | None, prompt: Ids) -> tuple[str | None, int, delta.Body | None]:
+        """`(base, keep, the base's body)` relative to which a new turn with this parent and prompt is stored."""
         base = parent if parent is not None else next(reversed(self.turns), None)
         if base is None:
-            return None, 0, delta.encode(None, body)
+            return None, 0, None
         keep = len(self.turns[base].total) if parent is not None else common_prefix(self.turns[base].total, prompt)
-        return base, keep, delta.encode(self.body(base), body)
+        return base, keep, self.body(base)
 
     def add(self, turn: Turn) -> None:
-        """Records a turn whose `parent`, `base`, `keep` and `request` come from `place`."""
+        """Records a turn whose `parent`, `base` and `keep` come from `place`, and whose `request` is its body relative to the base's."""
         digest = turn.total_hash or PrefixHash(turn.total).whole()
         self._by_total.setdefault(len(turn.total), {}).setdefault(digest, []).append(turn.node_id)
         self.turns[turn.node_id] = turn

@@ -22,6 +22,7 @@ from capture_proxy.auth import same_key
 
 MAX_LINE = 65536
 TIMEOUT_S = 10.0
+ACCEPT_AGAIN_S = 0.2
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +64,12 @@ class HandoffSocket:
     async def _accept(self, server: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            connection, _ = await loop.sock_accept(server)
+            try:
+                connection, _ = await loop.sock_accept(server)
+            except OSError as error:
+                log.error("cannot take listeners: %s", error)  # out of descriptors, for one
+                await asyncio.sleep(ACCEPT_AGAIN_S)
+                continue
             task = asyncio.create_task(self._serve(connection))
             self._serving.add(task)
             task.add_done_callback(self._serving.discard)

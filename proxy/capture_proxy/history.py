@@ -2,7 +2,7 @@
 
 Invariant: a turn is continued only by a request whose messages are that turn's messages, then its answer, then more (compared by
 `messages.message_key`); among turns that fit equally, a tool-call id that we minted decides, then delivery, then the later start. The
-result never depends on the order in which concurrent calls finished.
+result never depends on the order in which concurrent calls finished. Ids without the content continue nothing: the client has edited it.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ class History:
 
     def __init__(self) -> None:
         self._by_key: defaultdict[bytes, list[Turn]] = defaultdict(list)
+        self._by_call: dict[str, Turn] = {}
+        """By the ids of the tool calls that they made."""
         self._recent: deque[tuple[list[Message], list[bytes]]] = deque(maxlen=RECENT)
         """Messages and keys of the requests seen last."""
 
@@ -54,6 +56,7 @@ class History:
 
     def add(self, turn: Turn) -> None:
         self._by_key[turn.reply_key].append(turn)
+        self._by_call |= dict.fromkeys(turn.tool_call_ids, turn)
 
     def find(self, messages: list[Message], keys: list[bytes]) -> Continuation | None:
         """The deepest recorded turn that the request continues; `keys` is `self.keys(messages, ...)`."""
@@ -62,6 +65,16 @@ class History:
                 continue
             if turns := self._by_key.get(keys[index + 1]):
                 return Continuation(_choose(turns, messages[index]), index)
+        return None
+
+    def edited(self, messages: list[Message], continuation: Continuation | None) -> Turn | None:
+        """The turn that a request shows, by a tool-call id that we minted, later than the one it continues: its answer, or something
+        before it, is not what it was."""
+        last = -1 if continuation is None else continuation.answer_at
+        for index in range(len(messages) - 1, last, -1):
+            for call in messages[index].get("tool_calls") or ():
+                if (turn := self._by_call.get(call["id"])) is not None:
+                    return turn
         return None
 
 

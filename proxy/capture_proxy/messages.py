@@ -90,7 +90,7 @@ class AgentCall:
     tool_forms: dict[str, ToolForm] = field(default_factory=dict)
     """By the name that the model sees; empty where every tool is a plain function."""
     left_out: tuple[str, ...] = ()
-    """What of the request the model is not shown, by name: tools that a server would run, volatile lines."""
+    """What of the request the model is not shown, by name: tools that a server would run, volatile blocks."""
     role: tuple[str, str] | None = None
     """The role that a rule gives the call, and the rule's name (`roles`)."""
     agent_id: str | None = None

@@ -19,29 +19,26 @@ def expanded(body: dict[str, Any], graph: TurnGraph) -> dict[str, Any]:
     refers = isinstance(given, list) and any(isinstance(item, dict) and item.get("type") == "item_reference" for item in given)
     if before is None and not refers:
         return body
-    items = _listed(given)
-    if refers:
-        known = {item.get("id"): item for answer in _answers(graph).values() for item in answer["output"]}
-        items = [_recalled(item, known, f"input[{i}]") for i, item in enumerate(items)]
-    if before is not None:
-        items = [*_conversation(before, graph), *items]
-    return {**body, "input": items, "previous_response_id": None}
+    answers = {node_id: turn.response for node_id, turn in graph.turns.items() if turn.meta.get("dialect") == responses.NAME}
+    nodes = {answer.get("id"): node_id for node_id, answer in answers.items()}
+    known = {item.get("id"): item for answer in answers.values() for item in answer["output"]}
+    # From the last exchange back to the first: each is what was asked, and what was answered to it.
+    exchanges = [_recalled(_listed(given), known)]
+    while before is not None:
+        if (node_id := nodes.get(before)) is None:
+            raise BadRequest(f"previous_response_id: this session has no response {before!r}")
+        asked = graph.body(node_id)
+        exchanges.append([*_recalled(_listed(asked.get("input")), known), *answers[node_id]["output"]])
+        before = asked.get("previous_response_id")
+    return {**body, "input": [item for exchange in reversed(exchanges) for item in exchange], "previous_response_id": None}
 
 
-def _conversation(response_id: Any, graph: TurnGraph) -> list[Any]:
-    """The input and the output of an earlier response."""
-    for node_id, answer in _answers(graph).items():
-        if answer.get("id") == response_id:
-            asked = expanded(graph.body(node_id), graph)
-            return [*_listed(asked.get("input")), *answer["output"]]
-    raise BadRequest(f"previous_response_id: this session has no response {response_id!r}")
+def _recalled(items: list[Any], known: dict[Any, Any]) -> list[Any]:
+    """The items, references replaced by what they refer to. Raises `BadRequest`."""
+    return [_item(item, known, f"input[{i}]") for i, item in enumerate(items)]
 
 
-def _answers(graph: TurnGraph) -> dict[str, dict[str, Any]]:
-    return {node_id: turn.response for node_id, turn in graph.turns.items() if turn.meta.get("dialect") == responses.NAME}
-
-
-def _recalled(item: Any, known: dict[Any, Any], where: str) -> Any:
+def _item(item: Any, known: dict[Any, Any], where: str) -> Any:
     if not isinstance(item, dict) or item.get("type") != "item_reference":
         return item
     if item.get("id") not in known:

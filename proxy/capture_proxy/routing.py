@@ -52,8 +52,17 @@ def target_of(head: bytes) -> Target:
         return Target("everyone")
     if steps[:1] == ["s"] and len(steps) > 2:
         return Target("key", steps[1])
-    headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:])}
-    return Target("key", next(_keys(headers, parts.query), ""))
+    return Target("key", next(_keys(_headers(lines), parts.query), ""))
+
+
+def bearer_of(head: bytes) -> str:
+    """The key in the `Authorization` header; empty where there is none."""
+    kind, _, key = _headers(head.decode("latin-1").split("\r\n")).get("authorization", "").partition(" ")
+    return key.strip() if kind.lower() == "bearer" else ""
+
+
+def _headers(lines: list[str]) -> dict[str, str]:
+    return {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:])}
 
 
 def _keys(headers: dict[str, str], query: str) -> Iterator[str]:

@@ -18,6 +18,7 @@ from capture_proxy.bigjson import off_loop
 from capture_proxy.certify import Certificates
 from capture_proxy.control import USUAL, ControlTokens, quoted
 from capture_proxy.engine import Engine, EngineInfo
+from capture_proxy.graph import Turn
 from capture_proxy.ids import Ids, PrefixHash
 from capture_proxy.messages import AgentCall, context_key
 from capture_proxy.onecall import OneCall, Reading
@@ -56,6 +57,8 @@ class Sampled:
     """The sampling parameters that were used."""
     seed: int | None = None
     built: Prompt | None = None
+    edited: Turn | None = None
+    """A turn that the request shows otherwise than it was (`History.edited`)."""
     constrained: bool = False
     """A grammar forced tokens."""
     demonstration: bool = False
@@ -124,6 +127,7 @@ async def sample_by_tokens(
         params=params,
         seed=seed,
         built=built,
+        edited=session.history.edited(call.messages, continuation),
         constrained=bool(grammar),
         demonstration=session.spec.script is not None,
         version_range=versions,
@@ -190,7 +194,8 @@ def output_room(session: Session, call: AgentCall, prompt_len: int, window: int 
     limits = session.spec.limits
     bounds = [(window, "the model's window"), (limits.max_context_tokens, "max_context_tokens")]
     if limits.max_conversation_tokens is not None:
-        first = prompt_len if session.first_prompt_len is None else session.first_prompt_len
+        aside = call.role is not None and call.role[0] == "auxiliary"
+        first = prompt_len if aside or session.first_prompt_len is None else session.first_prompt_len
         bounds.append((first + limits.max_conversation_tokens, "max_conversation_tokens"))
     room: list[int] = [n for n in (call.max_tokens, limits.max_output_tokens_per_call) if n is not None]
     for bound, name in bounds:

@@ -88,6 +88,7 @@ class Session:
         self.findings: list[dict[str, Any]] = []
         self.last_call_at: float | None = None
         self.first_prompt_len: int | None = None
+        """Of the first turn that no rule calls a side call."""
         self.recent_calls: deque[float] = deque()
         """When the calls of the last minute came (monotonic), where the session has such a limit."""
         limit = spec.limits.max_concurrent_calls
@@ -282,7 +283,7 @@ class Session:
     def _take(self, turn: Turn) -> None:
         self.graph.add(turn)
         self.history.add(turn)
-        if self.first_prompt_len is None:
+        if self.first_prompt_len is None and turn.ruled is None:
             self.first_prompt_len = turn.prompt_len
         self._begun.discard(turn.seq)
 

@@ -56,6 +56,10 @@ class Settings:
     """Largest request body, after decompression."""
     body_timeout_s: float = 120.0
     """How long a client may take to send its request."""
+    answer_timeout_s: float = 120.0
+    """How long a client may take none of its answer before it counts as gone."""
     generate_timeout_s: float = 600.0
-    """Longest sampling of one call; a plain (not streaming) client waits no longer."""
+    """Longest sampling of one call."""
+    plain_answer_s: float = 570.0
+    """After so long a call that does not stream is ended with a 503 and `Retry-After`: clients were seen to give up at 600 s."""
     retry: Retry = field(default_factory=Retry)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from capture_proxy import volatile
 from capture_proxy.roles import RoleRules
 from capture_proxy.scripted import ScriptedTurn
 
@@ -35,7 +36,7 @@ class Limits(BaseModel):
     """Answered calls of the session."""
     max_output_tokens_per_call: Count | None = None
     max_conversation_tokens: Count | None = None
-    """Prompt + sampled tokens of a call, less the session's first prompt."""
+    """Prompt + sampled tokens of a call, less the agent's first prompt; of an auxiliary call (`roles`), less its own."""
     max_context_tokens: Count | None = None
     """Prompt + sampled tokens of a call; the model's window bounds it anyway."""
     deadline_s: Annotated[float, Field(gt=0)] | None = None
@@ -56,6 +57,17 @@ class Template(BaseModel):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     control_tokens: Literal["as_engine", "split"] = "as_engine"
     """What becomes of control tokens that a user's or a tool's text quotes: what the engine's tokenizer makes of them, or text."""
+    keep_volatile: list[str] = Field(default_factory=list)
+    """Rules (`volatile`) whose blocks the model is shown all the same."""
+
+    @field_validator("keep_volatile")
+    @classmethod
+    def _known(cls, names: list[str]) -> list[str]:
+        known = [rule.name for rule in volatile.RULES]
+        for name in names:
+            if name not in known:
+                raise ValueError(f"there is no rule {name!r}; rules: {', '.join(known)}")
+        return names
 
 
 class SessionSpec(BaseModel):

@@ -43,7 +43,7 @@ def test_delta_of_a_grown_conversation_is_its_growth() -> None:
 def make(graph: TurnGraph, node_id: str, seq: int, prompt: list[int], completion: list[int], body: dict[str, Any]) -> Turn:
     array = np.array(prompt, np.int32)
     parent = graph.parent_of(array, None)
-    base, keep, request = graph.place(parent, array, body)
+    base, keep, before = graph.place(parent, array)
     return Turn(
         node_id=node_id,
         seq=seq,
@@ -54,7 +54,7 @@ def make(graph: TurnGraph, node_id: str, seq: int, prompt: list[int], completion
         total=np.array(prompt + completion, np.int32),
         logps=-np.ones(len(completion), np.float32),
         reason=None,
-        request=request,
+        request=delta.encode(before, body),
         response={},
         meta={"origin": "sampled"},
         chain=b"c",
@@ -122,7 +122,8 @@ def test_placement_does_not_depend_on_the_order_of_recording() -> None:
         graph = TurnGraph()
         turns = [make(TurnGraph(), f"n{seq}", seq, [seq], [3], {"n": seq}) for seq in (1, 2, 3)]
         for i in order:
-            turns[i].base, turns[i].keep, turns[i].request = graph.place(None, turns[i].prompt, {"n": i})
+            turns[i].base, turns[i].keep, before = graph.place(None, turns[i].prompt)
+            turns[i].request = delta.encode(before, {"n": i})
             graph.add(turns[i])
         return [(p.turn.node_id, p.branch, p.role, p.reason) for p in graph.placed()]
 

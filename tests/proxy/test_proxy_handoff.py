@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -108,3 +110,30 @@ async def test_socket_is_private_and_replaces_a_stale_one(served: Served, tmp_pa
     assert path.stat().st_mode & 0o777 == 0o600
     await server.close()
     assert not path.exists()
+
+
+async def test_running_out_of_descriptors_once_does_not_end_hand_offs(
+    served: Served, socket_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = asyncio.get_running_loop()
+    accept, refusals = loop.sock_accept, [OSError(24, "Too many open files")]
+
+    async def once_refused(sock: socket.socket) -> Any:
+        taken = await accept(sock)
+        if refusals:
+            taken[0].close()
+            raise refusals.pop()
+        return taken
+
+    monkeypatch.setattr(loop, "sock_accept", once_refused, raising=False)
+    created = await served.session()
+    for _ in range(3):  # the first finds the server in its unpatched wait
+        sock, _ = listener()
+        with contextlib.suppress(ProxyError):
+            await handoff_listener(socket_path, ADMIN_KEY, created.session_id, sock)
+        sock.close()
+    assert refusals == []
+    sock, url = listener()
+    await handoff_listener(socket_path, ADMIN_KEY, created.session_id, sock)
+    sock.close()
+    await Agent(url + "/v1", created.api_key, served.http).ask()

@@ -514,3 +514,94 @@ async def test_a_session_out_of_calls_is_told_in_the_words_that_litellm_knows(se
     await agent.post(ASK)
     status, body = await agent.post(ASK)
     assert status == 400 and "this model's maximum context length is" in body["error"]["message"].lower()
+
+
+async def test_a_side_call_that_comes_first_does_not_set_the_bound_of_the_conversation(served: Served, engine: FakeEngine) -> None:
+    """A title or a quota call may be recorded before the agent's first turn; its short prompt is not the conversation's."""
+    rule = {"name": "title", "role": "auxiliary", "system": "You name things"}
+    agent, created = await served.agent(limits={"max_conversation_tokens": 20}, roles={"add": [rule]})
+    title = [{"role": "system", "content": "You name things."}, {"role": "user", "content": "x"}]
+    assert (await agent.post({"model": "m", "messages": title}))[0] == 200
+    agent.messages = [agent.messages[0], {"role": "user", "content": "many words " * 50}]
+    await agent.ask()
+    assert (await agent.post({"model": "m", "messages": title}))[0] == 200, "nor does the conversation's bound count for a side call"
+    trace = await served.admin.trace(created.session_id)
+    first = len(trace.turns[1].prompt_token_ids)
+    assert first > len(trace.turns[0].prompt_token_ids) + 20
+    assert engine.bodies("/generate")[1]["sampling_params"]["max_tokens"] == 20
+
+
+@pytest.mark.parametrize("deleted", [False, True])
+async def test_what_has_not_arrived_when_a_seal_comes_is_not_sampled_after_it(served: Served, engine: FakeEngine, deleted: bool) -> None:
+    _, created = await served.agent()
+    session = served.proxy.sessions[created.session_id]
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(served.url.rsplit(":", 1)[1]))
+    raw = json.dumps(ASK).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {created.api_key}\r\nContent-Length: {len(raw)}\r\n\r\n"
+    writer.write(head.encode() + raw[:20])
+    await until(lambda: len(session.running) == 1)
+    start = time.monotonic()
+    if deleted:
+        await served.admin.delete(created.session_id)
+    else:
+        status = await served.admin.seal(created.session_id, grace_s=0.1)
+        assert status["calls_by_reason"] == {"late": 1} and status["in_flight"] == 0
+    assert time.monotonic() - start < 2
+    writer.write(raw[20:])
+    assert (await reader.readline()).startswith(b"HTTP/1.1 404")
+    assert not session.running and engine.requests == []
+    writer.close()
+
+
+async def test_a_body_that_arrives_within_the_grace_is_answered(served: Served, engine: FakeEngine) -> None:
+    _, created = await served.agent()
+    session = served.proxy.sessions[created.session_id]
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(served.url.rsplit(":", 1)[1]))
+    raw = json.dumps(ASK).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {created.api_key}\r\nContent-Length: {len(raw)}\r\n\r\n"
+    writer.write(head.encode() + raw[:20])
+    await until(lambda: len(session.running) == 1)
+    sealing = asyncio.create_task(served.admin.seal(created.session_id, grace_s=10))
+    await until(lambda: session.state == "sealed")
+    writer.write(raw[20:])
+    assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+    assert (await sealing)["calls_by_reason"] == {"trained": 1}
+    writer.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_takes_nothing_of_its_answer_is_not_waited_for(engine: FakeEngine, serve: Serve, stream: bool) -> None:
+    served = await serve(engine.url, answer_timeout_s=0.5)
+    _, created = await served.agent()
+    session = served.proxy.sessions[created.session_id]
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(served.url.rsplit(":", 1)[1]), limit=1024)
+    engine.say("x" * 20_000_000)  # one toy token
+    raw = json.dumps({**ASK, "stream": stream}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {created.api_key}\r\nContent-Length: {len(raw)}\r\n\r\n"
+    writer.write(head.encode() + raw)
+    await until(lambda: len(session.graph.turns) == 1, seconds=20)
+    await until(lambda: not session.running, seconds=10)
+    assert (await served.admin.status(created.session_id))["calls_by_reason"] == {"abandoned": 1}
+    writer.close()
+    del reader
+
+
+async def test_a_plain_call_that_takes_too_long_is_503_before_its_client_gives_up(engine: FakeEngine, serve: Serve) -> None:
+    served = await serve(engine.url, plain_answer_s=0.3)
+    agent, created = await served.agent()
+    engine.say("late", delay_s=30)
+    async with served.http.post(agent.base + "/chat/completions", json=ASK, headers={"Authorization": f"Bearer {agent.key}"}) as response:
+        assert response.status == 503 and response.headers["Retry-After"] == "5"
+        assert "no answer within 0.3 s" in (await response.json())["error"]["message"]
+    await until(lambda: engine.active == 0)
+    assert engine.cancelled == 1
+    assert (await served.admin.status(created.session_id))["calls_by_reason"] == {"engine_failed": 1}
+
+
+async def test_a_chat_answer_without_prompt_ids_counts_as_a_call(engine: FakeEngine, serve: Serve) -> None:
+    served = await serve(engine.url, capture="chat")
+    agent, _ = await served.agent()
+    engine.fault = "no_prompt_ids"
+    assert (await agent.post(ASK))[0] == 200
+    async with served.http.get(served.url + "/metrics", headers={"Authorization": f"Bearer {ADMIN_KEY}"}) as response:
+        assert 'calls_total{outcome="token_count_mismatch"} 1' in await response.text()

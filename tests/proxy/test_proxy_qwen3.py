@@ -16,7 +16,7 @@ from proxy_helpers import ADMIN_KEY, BASH, Agent, Serve, Served, tool_result, to
 
 from capture_proxy.certify import CHANGED, SPLICED, Certificate, certify
 from capture_proxy.client import ProxyError
-from capture_proxy.control import ControlTokens
+from capture_proxy.control import MARKS, ControlTokens
 from capture_proxy.engine import Engine, Rendered
 from capture_proxy.trace import TrainingTrace
 from capture_proxy.upstream import Retry
@@ -196,6 +196,20 @@ async def test_quoted_control_tokens_are_found_and_are_the_engines_by_default(sc
     assert two.metadata["quoted_control_tokens"] == ["<|im_end|>", "<|im_start|>", "<think>", "</tool_call>"]
     quoted = two.prompt_token_ids[len(total(one)) :].tolist()
     assert quoted.count(scripted.model.end) == 2, "the quoted one and the template's"
+
+
+async def test_split_shows_texts_that_use_private_characters(scripted: ScriptedEngine, qwen3: Qwen3, serve: Serve) -> None:
+    """Some fonts draw icons at them, and agents show such text; a text with all that could mark a token is refused, and nothing else."""
+    served = await serve(scripted.url, tokenizer=qwen3.folder / "tokenizer.json")
+    agent, created = await served.agent(template={"control_tokens": "split"})
+    scripted.script += [Said("Yes."), Said("No.")]
+    icons = "\ue000 \ue001 \U000f0001" + MARKS[0][0]
+    await agent.ask({"role": "user", "content": f"{icons} in {QUOTE}"})
+    (turn,) = (await served.admin.trace(created.session_id)).turns
+    assert icons in qwen3.decode(turn.prompt_token_ids.tolist())
+    every = "".join(mark for pair in MARKS for mark in pair)
+    status, body = await agent.post({"model": "m", "messages": [{"role": "user", "content": f"{every}{QUOTE}"}]})
+    assert status == 502 and "private-use" in body["error"]["message"]
 
 
 async def test_split_encodes_quoted_control_tokens_as_text(scripted: ScriptedEngine, qwen3: Qwen3, serve: Serve) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -14,7 +15,9 @@ from proxy_helpers import Served, assert_chain, assert_engine_saw_the_rows
 
 from capture_proxy.dialects import responses as dialect
 from capture_proxy.dialects.wire import BadRequest
+from capture_proxy.graph import TurnGraph
 from capture_proxy.messages import Reply, ToolCall
+from capture_proxy.recall import expanded
 
 PARAMETERS = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
 BASH = {"type": "function", "name": "bash", "description": "Run a command", "parameters": PARAMETERS}
@@ -207,3 +210,17 @@ async def test_another_sessions_answers_are_not_recalled(served: Served, engine:
         first = await api.responses.create(**ASK)
         with pytest.raises(openai.BadRequestError, match="this session has no response"):
             await other.responses.create(**{**ASK, "previous_response_id": first.id})
+
+
+def test_a_long_chain_of_previous_responses_is_recalled_whole() -> None:
+    """Each names the one before, far more of them than Python calls functions within functions."""
+    graph, answered = TurnGraph(), None
+    for number in range(1500):
+        body = {"input": f"question {number}", "previous_response_id": answered}
+        answered = f"resp_{number}"
+        answer = {"id": answered, "output": [{"type": "message", "id": f"m{number}", "role": "assistant", "content": []}]}
+        turn: Any = SimpleNamespace(response=answer, meta={"dialect": "responses"}, request={"set": body}, base=None)
+        graph.turns[f"n{number}"] = turn
+    whole = expanded({"input": "last", "previous_response_id": answered}, graph)["input"]
+    assert [item["content"] for item in whole if item["role"] == "user"] == [*(f"question {n}" for n in range(1500)), "last"]
+    assert [item["id"] for item in whole if item["role"] == "assistant"] == [f"m{n}" for n in range(1500)]

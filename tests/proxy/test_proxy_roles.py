@@ -9,6 +9,7 @@ from fake_engine import FakeEngine
 from proxy_helpers import BASH, Agent, Served
 from pydantic import ValidationError
 
+from capture_proxy import volatile
 from capture_proxy.cli import main
 from capture_proxy.messages import AgentCall
 from capture_proxy.roles import RULES, RoleRules, Rule
@@ -124,5 +125,5 @@ def test_a_rule_without_a_condition_and_an_unknown_name_are_refused() -> None:
 def test_the_rules_can_be_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["rules"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == [rule.name for rule in RULES]
+    assert [line.split()[0] for line in lines] == [rule.name for rule in (*RULES, *volatile.RULES)]
     assert "auxiliary" in lines[0] and "'You are a title generator'" in lines[0]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from fake_engine import END, FakeEngine
-from proxy_helpers import BASH, Serve, Served, assert_chain, assert_engine_saw_the_rows, tool_result, total
+from proxy_helpers import ADMIN_KEY, BASH, Serve, Served, assert_chain, assert_engine_saw_the_rows, tool_result, total
 
 from capture_proxy.client import CreatedSession
 from capture_proxy.records import trace_from_log
@@ -284,3 +284,37 @@ async def test_kept_reasoning_is_not_joined_to_a_tail_that_depends_on_the_answer
         else:
             plain = engine.template({"messages": second.request["messages"]})
             assert engine.tokenizer.decode(second.prompt_token_ids.tolist()) == plain
+
+
+@pytest.mark.parametrize("change", ["answer", "before"])
+async def test_a_turn_that_the_client_shows_edited_is_a_fork_that_is_told(served: Served, engine: FakeEngine, change: str) -> None:
+    """The id of its tool call says which turn it is; the words say that it is not what it was."""
+    agent, created = await served.agent()
+    engine.say('I look.<tool_call>{"name": "bash", "arguments": {"command": "ls"}}</tool_call>')
+    choice = await agent.ask()
+    if change == "answer":
+        agent.messages[-1] = {**agent.messages[-1], "content": "I looked."}
+    else:
+        agent.messages[1] = {"role": "user", "content": "List the folders."}
+    await agent.ask(tool_result(choice, "a.txt"))
+    first, second = (await trace_of(served, created)).turns
+    assert (second.metadata["continues"], second.metadata["parent"]) == (None, None)
+    assert (second.metadata["fork_cause"], second.metadata["edited"]) == (None, first.node_id)
+    broken = second.metadata["prefix_broken_at"]
+    assert second.prompt_token_ids[:broken].tolist() == total(first)[:broken]
+    assert second.prompt_token_ids[broken] != total(first)[broken]
+    async with served.http.get(served.url + "/metrics", headers={"Authorization": f"Bearer {ADMIN_KEY}"}) as response:
+        values = dict(line.rsplit(" ", 1) for line in (await response.text()).splitlines() if not line.startswith("#"))
+    assert values["capture_proxy_forked_turns_total"] == "1"
+    assert values["capture_proxy_broken_prefix_tokens_total"] == str(len(total(first)) - broken)
+    assert [finding["code"] for finding in (await served.admin.status(created.session_id))["findings"]] == ["history_edited"]
+
+
+async def test_a_history_that_drops_a_turn_whole_is_no_edited_one(served: Served, engine: FakeEngine) -> None:
+    agent, created = await served.agent()
+    engine.say('<tool_call>{"name": "bash", "arguments": {"command": "ls"}}</tool_call>')
+    await agent.ask()
+    agent.messages = [*agent.messages[:-1], {"role": "user", "content": "Again."}]
+    await agent.ask()
+    trace = await trace_of(served, created)
+    assert [turn.metadata["edited"] for turn in trace.turns] == [None, None]

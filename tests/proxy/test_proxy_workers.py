@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import random
 import signal
 import socket
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import aiohttp
 import pytest
@@ -19,10 +22,13 @@ from proxy_helpers import ADMIN_KEY, BASH, USER, Agent, process, until
 from test_proxy_loss import Client, check
 from wires import WIRES
 
-from capture_proxy.auth import new_key
+from capture_proxy.auth import key_hash, new_key
 from capture_proxy.cli import main
 from capture_proxy.client import ProxyClient, ProxyError, handoff_listener
+from capture_proxy.front import BUSY, Front
+from capture_proxy.front_admin import WorkerDown
 from capture_proxy.routing import owner, target_of
+from capture_proxy.settings import Settings
 
 ASK = {"model": "m", "messages": USER, "tools": [BASH]}
 N = 3
@@ -224,6 +230,107 @@ async def test_handed_off_listeners_reach_their_worker_and_outlive_it(engine: Fa
                 await admin.seal(created.session_id)
                 with pytest.raises(aiohttp.ClientError):
                     await agent.post(ASK)
+
+
+async def test_a_worker_comes_back_under_the_hold_on_a_handed_off_listener_too(engine: FakeEngine, tmp_path: Path) -> None:
+    """Calls wait in the listener's queue; the first one that the new worker takes is held."""
+    path = tmp_path / "handoff.sock"
+    flags = ("--workers", "2", "--handoff-socket", str(path))
+    async with process(engine, tmp_path, *flags) as (child, url), ProxyClient(url, ADMIN_KEY) as admin:
+        sessions = [await admin.create_session() for _ in range(8)]
+        places = []
+        for created in sessions:
+            with socket.create_server(("127.0.0.1", 0)) as listener:
+                await handoff_listener(path, ADMIN_KEY, created.session_id, listener)
+                places.append(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        await admin.hold("weights", timeout_s=60)
+        for pid in worker_pids(child.pid).values():
+            os.kill(pid, signal.SIGKILL)
+        async with aiohttp.ClientSession() as http:
+            agents = [Agent(place + "/v1", created.api_key, http) for place, created in zip(places, sessions, strict=True)]
+            calls = [asyncio.create_task(insist(agent)) for agent in agents]
+            async with asyncio.timeout(60):
+                while True:
+                    with contextlib.suppress(ProxyError):  # as long as no worker is up
+                        if (await admin.health())["calls_held"] == 8:
+                            break
+                    await asyncio.sleep(0.05)
+            assert engine.bodies("/render") == []
+            await admin.release("a-1")
+            await asyncio.gather(*calls)
+
+
+async def test_a_release_that_is_refused_is_not_what_a_new_worker_is_told(engine: FakeEngine, tmp_path: Path) -> None:
+    engine.adapters = {"policy@a-3"}
+    async with process(engine, tmp_path, "--workers", "2", "--adapters") as (child, url), ProxyClient(url, ADMIN_KEY) as admin:
+        created = await admin.create_session()
+        await admin.release("a-3", "policy@a-3")
+        with pytest.raises(ProxyError, match="was started with --adapters") as refused:
+            await admin.release("a-4")
+        assert refused.value.status == 400
+        for pid in worker_pids(child.pid).values():
+            os.kill(pid, signal.SIGKILL)
+        async with aiohttp.ClientSession() as http, asyncio.timeout(60):
+            await insist(Agent(url + "/v1", created.api_key, http))
+        assert {body["model"] for body in engine.bodies("/generate")} == {"policy@a-3"}
+
+
+async def test_a_stranger_who_asks_for_a_seal_takes_no_listener_away(engine: FakeEngine, tmp_path: Path) -> None:
+    path = tmp_path / "handoff.sock"
+    flags = ("--workers", "2", "--handoff-socket", str(path))
+    async with process(engine, tmp_path, *flags) as (child, url), ProxyClient(url, ADMIN_KEY) as admin:
+        created = await admin.create_session()
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            await handoff_listener(path, ADMIN_KEY, created.session_id, listener)
+            place = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(ProxyError, match="admin key is missing or wrong"):
+            async with ProxyClient(url, "wrong" * 4) as stranger:
+                await stranger.seal(created.session_id)
+        for pid in worker_pids(child.pid).values():
+            os.kill(pid, signal.SIGKILL)
+        async with aiohttp.ClientSession() as http, asyncio.timeout(60):
+            await insist(Agent(place + "/v1", created.api_key, http))
+
+
+async def test_a_worker_that_cannot_be_told_the_hold_is_started_once_more(engine: FakeEngine, tmp_path: Path) -> None:
+    """It runs, and nobody could reach it: its sessions must not stay without a worker."""
+    settings = Settings(engines=(engine.url,), model="policy", store=tmp_path / "store", admin_key_hash=key_hash(ADMIN_KEY), workers=2)
+    folder, key = tmp_path / "run", tmp_path / "key"
+    folder.mkdir()
+    key.write_text(ADMIN_KEY)
+    argv = ["--engine", engine.url, "--model", "policy", "--store", str(settings.store), "--admin-key-file", str(key), "--workers", "2"]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+        front = Front(settings, argv, folder)
+        try:
+            await front.start(listener)
+            worker, restore, failures = front.workers[0], front.admin.restore, [WorkerDown("it does not answer")]
+
+            async def once_down(it: Any) -> None:
+                if failures:
+                    raise failures.pop()
+                await restore(it)
+
+            front.admin.restore = once_down  # type: ignore[method-assign]
+            assert worker._child is not None
+            worker._child.kill()
+            await until(lambda: worker.restarts == 2 and worker.up.is_set(), 60)
+        finally:
+            await front.close()
+
+
+def test_what_is_said_for_a_worker_that_does_not_come_up_is_one_answer() -> None:
+    head, _, body = BUSY.partition(b"\r\n\r\n")
+    assert json.loads(body)["error"]["type"] == "server_error" and f"Content-Length: {len(body)}".encode() in head.split(b"\r\n")
+
+
+async def test_a_client_whose_worker_does_not_come_up_gets_that_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("capture_proxy.front.START_S", 0.1)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        down: Any = SimpleNamespace(up=asyncio.Event())
+        await Front._give(SimpleNamespace(), down, ours)  # type: ignore[arg-type]
+        assert theirs.recv(65536) == BUSY
 
 
 async def test_workers_end_with_a_killed_front(engine: FakeEngine, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from capture_proxy import delta
 from capture_proxy.graph import Turn
 from capture_proxy.ids import PrefixHash
 from capture_proxy.messages import chain_keys, context_key, extend_key, message_key
@@ -47,7 +48,8 @@ async def _ingest(turns: int, tokens: int, folder: Path) -> dict[str, float]:
         keys = chain_keys(messages, context_key(TOOLS, {}))
         digest = PrefixHash(prompt)
         parent = session.graph.parent_of(prompt, None, digest)
-        base, keep, request = session.graph.place(parent, prompt, body)
+        base, keep, before = session.graph.place(parent, prompt)
+        request = delta.encode(before, body)
         turn = Turn(
             node_id=running.key, seq=running.seq, parent=parent, base=base, keep=keep, prompt_len=len(prompt),
             total=np.concatenate([prompt, answer]), logps=logps, reason=None, request=request, response={"message": reply},

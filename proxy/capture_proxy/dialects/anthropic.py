@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from capture_proxy.dialects import images, volatile
+from capture_proxy.dialects import images
 from capture_proxy.dialects.wire import BadRequest, arguments_object, event, folded, pieces, retried, stop_strings, whole_number
 from capture_proxy.messages import AgentCall, Message, Reply, ToolCall
 
@@ -30,7 +30,7 @@ def parse(body: Any, headers: Mapping[str, str]) -> AgentCall:
     given = body.get("messages")
     if not isinstance(given, list) or not given:
         raise BadRequest("messages: a non-empty list is required")
-    messages, volatile_lines = _system(body.get("system"))
+    messages = _system(body.get("system"))
     tools, hosted = _tools(body.get("tools"))
     for i, message in enumerate(given):
         messages += _messages(message, f"messages[{i}]")
@@ -48,19 +48,15 @@ def parse(body: Any, headers: Mapping[str, str]) -> AgentCall:
         response_format=_response_format(body.get("output_config")),
         requested_sampling={key: body[key] for key in _SAMPLING_FIELDS if body.get(key) is not None},
         retry_mark=retried(headers),
-        left_out=(*volatile_lines, *hosted, *(["mcp_servers"] if body.get("mcp_servers") else [])),
+        left_out=(*hosted, *(["mcp_servers"] if body.get("mcp_servers") else [])),
         agent_id=headers.get("x-claude-code-agent-id"),
     )
 
 
-def _system(value: Any) -> tuple[list[Message], tuple[str, ...]]:
-    """The leading message, if any, and the rules that left blocks out."""
-    if value is None:
-        return [], ()
-    texts = [{"type": "text", "text": value}] if isinstance(value, str) else _texts(value, "system")
-    rules = [volatile.dropped(part["text"]) for part in texts]
-    kept = [part for part, rule in zip(texts, rules, strict=True) if rule is None]
-    return [{"role": "system", "content": folded(kept)}] if kept else [], tuple(rule for rule in rules if rule)
+def _system(value: Any) -> list[Message]:
+    """The leading message, if any."""
+    texts = [{"type": "text", "text": value}] if isinstance(value, str) else _texts(value or [], "system")
+    return [{"role": "system", "content": folded(texts)}] if texts else []
 
 
 def _messages(message: Any, where: str) -> list[Message]:
