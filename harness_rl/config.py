@@ -101,7 +101,7 @@ class HarnessSection(Section):
 
 class SandboxSection(Section):
     kind: Literal["local", "none"] = "local"
-    """`none`: white-box environments need no sandbox."""
+    """`none`: no environment of a white-box run keeps sandboxes (set by the trainer where it is left out)."""
     memory_mb: int = Field(1024, ge=64)
     cpus: float = Field(1.0, gt=0)
     pids: int = Field(256, ge=16)

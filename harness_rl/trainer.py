@@ -125,11 +125,7 @@ class _EnvironmentTrainer:
         self.config = shorten(_with_model(self.args.for_rows(None if train_dataset is None else len(rows)), self.model))
         if peft_config is not None:
             self._train_adapter(peft_config, name)
-        self.config.sandbox.kind = "none"
-        given = self.args.sections.get("rollout", {})
-        for key, seconds in (("agent_timeout_s", EPISODE_S), ("deadline_s", 1.2 * EPISODE_S)):
-            if key not in given:
-                setattr(self.config.rollout, key, seconds)
+        self._set_deadlines()
         self.state = TrainerState(max_steps=self.config.run.steps, num_train_epochs=self.args.num_train_epochs)
         options: dict[str, Any] = {
             "tools": tuple(tools or ()),
@@ -140,6 +136,7 @@ class _EnvironmentTrainer:
             "rollout_func": None if rollout_func is None else UsersLoop(rollout_func, self, self.config.rollout.trust_rollout_func),
         }
         self.factory = EnvironmentSessionFactory(environments, rows=rows, **options)
+        self._choose_sandbox(name)
         self._eval = None if eval_dataset is None else self.factory.on(_eval_rows(eval_dataset, name))
         self._observer = Callbacks(
             self.args,
@@ -148,6 +145,32 @@ class _EnvironmentTrainer:
             steps_per_epoch=max(1.0, len(rows) / self.config.rollout.groups_per_step),
             extra={"model": None, "processing_class": processing_class},
         )
+
+    def _set_deadlines(self) -> None:
+        """Reset and rewards get a fifth of what the conversation may take; who gives one of the two limits moves the other with it, so that
+        a conversation that runs into its limit is still scored."""
+        given, rollout = self.args.sections.get("rollout", {}), self.config.rollout
+        if "agent_timeout_s" not in given:
+            rollout.agent_timeout_s = rollout.deadline_s / 1.2 if "deadline_s" in given else EPISODE_S
+        if "deadline_s" not in given:
+            rollout.deadline_s = 1.2 * rollout.agent_timeout_s
+
+    def _choose_sandbox(self, name: str) -> None:
+        """Local where an environment keeps sandboxes of this machine, so that they are checked, reclaimed and audited; else none.
+
+        Raises UserError for settings that would have no effect.
+        """
+        given = self.args.sections.get("sandbox", {})
+        limits = sorted(given.keys() - {"kind", "stop_timeout_s"})
+        keepers = [kind for kind in self.factory.kinds.values() if kind.keeps_sandboxes]
+        if keepers and given.get("kind") == "none":
+            raise UserError(f"{name}: sandbox.kind = none, and {keepers[0].label} keeps local sandboxes; leave it out")
+        if limits and not keepers:
+            raise UserError(f"{name}: sandbox.{limits[0]} has no effect: no environment keeps sandboxes as HarborEnvironment does; leave it out")
+        if limits and (own := [kind.label for kind in keepers if kind.own_sandbox]):
+            raise UserError(f"{name}: sandbox={{{limits[0]!r}: ...}} and {own[0]}(sandbox=...) say the same thing; give one of them")
+        if "kind" not in given:
+            self.config.sandbox.kind = "local" if keepers else "none"
 
     def _train_adapter(self, peft_config: Any, name: str) -> None:
         """Raises UserError."""

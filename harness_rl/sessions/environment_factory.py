@@ -111,6 +111,8 @@ class EnvironmentSessionFactory:
 
     def bind(self, services: SessionServices) -> None:
         self._services = services
+        for kind in self.kinds.values():
+            kind.run_sandbox = services.config.sandbox
 
     async def create(
         self,
