@@ -126,7 +126,7 @@ class _EnvironmentTrainer:
         if peft_config is not None:
             self._train_adapter(peft_config, name)
         self._set_deadlines()
-        self.state = TrainerState(max_steps=self.config.run.steps, num_train_epochs=self.args.num_train_epochs)
+        self.state = TrainerState(max_steps=self.config.run.steps * self.config.learner.minibatches, num_train_epochs=self.args.num_train_epochs)
         options: dict[str, Any] = {
             "tools": tuple(tools or ()),
             "reward_funcs": rewards,
@@ -143,6 +143,7 @@ class _EnvironmentTrainer:
             self.state,
             checked_callbacks(callbacks),
             steps_per_epoch=max(1.0, len(rows) / self.config.rollout.groups_per_step),
+            updates_per_step=self.config.learner.minibatches,
             extra={"model": None, "processing_class": processing_class},
         )
 

@@ -94,6 +94,12 @@ async def test_local_sandboxes_are_checked_and_reclaimed_before_a_run_and_audite
     assert seen == wanted
 
 
+async def test_a_limit_of_zero_tokens_is_none(tmp_path):
+    config = RunConfig.model_validate({"rollout": {"max_conversation_tokens": 0, "max_output_tokens_per_call": 0}})
+    limits = Services(config, FakeEngine(), SimpleNamespace(client=None, handoff_socket=None), RunState("test", 1)).for_sessions().limits
+    assert (limits["max_conversation_tokens"], limits["max_output_tokens_per_call"], limits["max_context_tokens"]) == (None, None, 1024)
+
+
 async def test_a_dead_proxy_is_started_again_at_its_address_and_knows_the_version(tmp_path):
     async with running(tmp_path) as services, services.watched(no_resync):
         await services.release("a-7")

@@ -131,6 +131,7 @@ def get(config: RunConfig, target: str) -> Any:
         ({"steps_per_generation": 1, "gradient_accumulation_steps": 4}, {"rollout.groups_per_step": 4, "learner.minibatches": 1}),
         # budgets
         ({"max_completion_length": 300}, {"rollout.max_conversation_tokens": 300, "rollout.max_output_tokens_per_call": 300}),
+        ({"max_completion_length": None}, {"rollout.max_conversation_tokens": 0, "rollout.max_output_tokens_per_call": 0}),
         ({"max_tool_calling_iterations": 5}, {"rollout.max_calls": 6}),
         ({}, {"rollout.max_calls": 0, "rollout.max_conversation_tokens": 512, "rollout.max_concurrent_rollouts": 8}),
         # on-policy
@@ -166,6 +167,9 @@ def get(config: RunConfig, target: str) -> Any:
         # checkpoints and evaluation
         ({"save_strategy": "no"}, {"checkpoint.every": 0}),
         ({"save_steps": 7, "save_total_limit": 3}, {"checkpoint.every": 7, "checkpoint.keep": 3}),
+        # ... in optimizer steps, of which a batch may have several
+        ({"save_steps": 100, "max_steps": 1000, "steps_per_generation": 4}, {"checkpoint.every": 25, "run.steps": 250}),
+        ({"save_steps": 10, "steps_per_generation": 4}, {"checkpoint.every": 3}),
         ({"push_to_hub": True, "hub_model_id": "me/x"}, {"checkpoint.push_to_hub": "me/x", "checkpoint.hub_private": True}),
         ({"push_to_hub": True, "hub_model_id": "me/x", "hub_private_repo": False}, {"checkpoint.hub_private": False}),
         ({"hub_model_id": "me/x"}, {"checkpoint.push_to_hub": None}),
@@ -224,6 +228,7 @@ def test_async_grpo_config_honours(arguments: dict[str, Any], expected: dict[str
         ({"save_strategy": "best"}, "save_strategy 'best'"),
         ({"vllm_mode": "local"}, "vllm_mode 'local'"),
         ({"vllm_mode": "server", "vllm_tensor_parallel_size": 2}, "give them to your server"),
+        ({"max_completion_length": 0}, "max_completion_length 0: give a number of tokens, or None"),
         ({"temperature": 0.0}, "rollout.temperature"),
         ({"num_generation": 4}, "unknown argument 'num_generation'; did you mean 'num_generations'"),
         ({"learning_rate": 1e-5, "learner": {"learning_rate": 1e-4}}, "learning_rate and learner=.* say the same thing"),

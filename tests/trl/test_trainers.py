@@ -341,6 +341,17 @@ class Recorder:
         self.heard.append("end")
 
 
+def test_a_callback_counts_optimizer_steps_as_max_steps_does():
+    recorder = Recorder(stop_at=8)
+    args = GRPOConfig(max_steps=12, steps_per_generation=4)
+    trainer = GRPOTrainer("m", reward, args, ROWS, environment_factory=MyEnv, callbacks=[recorder])
+    assert (trainer.config.run.steps, trainer.state.max_steps) == (3, 12)
+    trainer._observer.begun(0)
+    assert [trainer._observer.step_ended(step, {"reward": 0.5}) for step in (1, 2)] == [False, True]
+    assert [heard[1] for heard in recorder.heard if heard[0] == "step"] == [4, 8]
+    assert [line["step"] for line in trainer.state.log_history] == [4.0, 8.0]
+
+
 def test_callbacks_hear_of_each_step_and_can_end_the_run():
     recorder, state = Recorder(stop_at=2), TrainerState(max_steps=9)
     observer = Callbacks(GRPOConfig(max_steps=9), state, checked_callbacks([recorder]), steps_per_epoch=4.0)
