@@ -180,6 +180,8 @@ def _eval(options: argparse.Namespace) -> int:
     if ":" in options.config.name:
         return _eval_script(options)
     config = _load(options, "-eval")
+    if options.model and config.engine.urls:
+        raise UserError(f"eval: --model {options.model}: engine.url is a running engine, whose weights are scored; leave one of them out")
     config.eval.samples = options.samples or config.eval.samples
     config.eval.greedy = options.greedy or config.eval.greedy
     inputs = resolve_inputs(config)

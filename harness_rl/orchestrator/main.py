@@ -190,6 +190,8 @@ async def evaluate_only(config: RunConfig, inputs: Inputs, *, console: Console |
         raise UserError("tasks.eval: name the folder of tasks to evaluate on")
     async with opened(config, console) as (state, journal), services(config, inputs.model_path, state, trains=False) as running:
         _bind(running, inputs)
+        if config.engine.urls:
+            state.say(whose_weights(running, inputs.model_path))
         assert inputs.eval_factory is not None
         measure = partial(
             evaluate,
@@ -204,6 +206,12 @@ async def evaluate_only(config: RunConfig, inputs: Inputs, *, console: Console |
             sampled = await measure(label="eval", samples=config.eval.samples, temperature=config.eval.temperature)
             greedy = await measure(label="greedy", samples=1, temperature=0.0) if config.eval.greedy else None
         return Outcome(config.run_dir, evaluation=sampled, greedy=greedy)
+
+
+def whose_weights(running: Services, asked: Path) -> str:
+    """Only a learner pushes weights: an evaluation on running engines is of those that they hold, whatever the config names."""
+    held = sorted({f"{engine.url}: {engine.info.weight_version or 'unknown'}" for engine in (running.engine, *running.others)})
+    return f"scoring the weights that the running engine holds (version by its own account: {', '.join(held)}); {asked} is not pushed to it"
 
 
 def _bind(running: Services, inputs: Inputs) -> None:

@@ -119,8 +119,8 @@ async def test_demonstrations_and_measurement_together_keep_to_the_runs_bound(tm
 
     factory, journal = FakeFactory(play), Journal(tmp_path / "journal.sqlite")
     learner = SimpleNamespace(link=SimpleNamespace(send_batch=send_batch), next=following, last_checkpoint=None, sent=0)
-    rollout, warmup = {"max_concurrent_rollouts": 2}, {"demonstrations": 12, "batch": 4, "check_from": 4, "target_low": 0.9, "target_high": 1.0}
-    config = RunConfig.model_validate({"rollout": rollout, "warmup": warmup})
+    warmup = {"demonstrations": 12, "batch": 4, "check_from": 4, "target_low": 0.9, "target_high": 1.0}
+    config = RunConfig.model_validate({"rollout": {"max_concurrent_rollouts": 2}, "warmup": warmup})
     rows = factory.prompt_rows()
     order = TaskOrder([(row, [{"content": "Done."}]) for row in rows], seed=0, shuffle=False)
     runner = RolloutRunner(factory, journal, None, 0)
