@@ -171,8 +171,8 @@ class EnvironmentSessionFactory:
 
         Which servers these are, the environments themselves show: two instances of each are reset with a few rows, one after the other, and
         given up. Where the second goes to servers that the first did not use, each instance has servers of its own (a script hands out
-        several URLs in turn), and each of these is asked for one session. What
-        several environments want of one server is added up: idle instances keep their sessions. Where no script has imported OpenEnv's client, nothing is done.
+        several URLs in turn), and each of these is asked for one session. What several environments want of one server is added up: idle
+        instances keep their sessions. Where no script has imported OpenEnv's client, nothing is done.
         """
         if CLIENT_MODULE not in sys.modules or self._loop is not None:
             return

@@ -87,8 +87,9 @@ class LoopAgent(BaseAgent):
 class HarborEnvironment(LocalSandboxes):
     """`environment_factory=HarborEnvironment`, with rows from `task_rows`: each has the `task_path` that `reset` takes.
 
-    `sandbox`: limits of tasks that name none; left out, the run's `[sandbox]` section holds. `command_s`: wall clock of one command. `output_chars`: how much of a command's output is
-    shown; the middle is left out. `episode_s`: wall clock of the conversation. `reward_key`, `tampered`: as in a run's `[reward]` section.
+    `sandbox`: limits of tasks that name none; left out, the run's `[sandbox]` section holds. `command_s`: wall clock of one command.
+    `output_chars`: how much of a command's output is shown; the middle is left out. `episode_s`: wall clock of the conversation.
+    `reward_key`, `tampered`: as in a run's `[reward]` section.
     """
 
     def __init__(

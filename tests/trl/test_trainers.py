@@ -124,7 +124,7 @@ class Limited(Boxed):
 @pytest.mark.parametrize(
     ("environment", "given", "words"),
     [
-        (MyEnv, {"memory_mb": 2000}, r"sandbox.memory_mb has no effect: no environment keeps sandboxes"),
+        (MyEnv, {"memory_mb": 2000}, r"sandbox.memory_mb has no effect: no environment here keeps sandboxes"),
         (MyEnv, {"kind": "local", "pids": 20}, r"sandbox.pids has no effect"),
         (Boxed, {"kind": "none"}, r"sandbox.kind = none, and Boxed keeps local sandboxes"),
         (Limited, {"memory_mb": 2000}, r"sandbox=\{'memory_mb': ...\} and Limited\(sandbox=...\) say the same thing"),
@@ -339,6 +339,13 @@ class Recorder:
 
     def on_train_end(self, args, state, control, **kwargs):
         self.heard.append("end")
+
+
+@pytest.mark.parametrize("asked", [{"eval_strategy": "steps"}, {"eval_on_start": True}, {"eval": {"at_end": True}}])
+def test_an_evaluation_of_nothing_is_refused(asked):
+    with pytest.raises(UserError, match=r"an evaluation is asked for \(eval_strategy, eval_on_start\), and eval_dataset is missing"):
+        GRPOTrainer("m", reward, GRPOConfig(max_steps=3, **asked), ROWS, environment_factory=MyEnv)
+    GRPOTrainer("m", reward, GRPOConfig(max_steps=3, **asked), ROWS, ROWS[:2], environment_factory=MyEnv)
 
 
 def test_a_callback_counts_optimizer_steps_as_max_steps_does():
