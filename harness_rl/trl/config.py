@@ -19,6 +19,7 @@ from harness_rl.configfile import resolve_config
 from harness_rl.errors import UserError
 from harness_rl.learner.recipes import TRL_LOSS_ARGUMENTS, from_trl
 from harness_rl.trl.fields import Field, async_fields, grpo_fields
+from harness_rl.trl.placement import SHARED_FRACTION, shares_gpu
 
 log = logging.getLogger(__name__)
 
@@ -143,6 +144,11 @@ class FlatConfig:
         if self.use_cpu or self.no_cuda:
             sections["learner"]["device"] = sections["engine"]["device"] = "cpu"
         sections["engine"] |= self._engine()
+        running = "url" in sections["engine"] or self.sections.get("engine", {}).get("url")
+        if not running and not (self.use_cpu or self.no_cuda) and shares_gpu(self.sections):
+            sections["sync"] = {"backend": "ipc"}
+            if self.arguments.get("vllm_gpu_memory_utilization") is None:
+                sections["engine"]["gpu_memory_fraction"] = SHARED_FRACTION
         window = (
             self.sections.get("engine", {}).get("max_model_len") or self.vllm_max_model_length or max(2048, (length or 0) + PROMPT_ROOM)
         )

@@ -323,7 +323,11 @@ GRPO = _table(
     ),
     _refused("tokens are trained with the logprobs of the whole distribution; use temperature alone", generation_kwargs=None),
     _refused("a grammar changes the distribution; constrain with a reward instead", vllm_structured_outputs_regex=None),
-    _honoured("colocate launches the engine here; server connects to vllm_server_base_url, or host and port", vllm_mode="colocate"),
+    _honoured(
+        "colocate launches the engine here; where one GPU is all there is, it shares it with the learner (sync.backend = ipc); "
+        "server connects to vllm_server_base_url, or host and port",
+        vllm_mode="colocate",
+    ),
     _honoured("engine.url, with vllm_mode = server", vllm_server_host="0.0.0.0", vllm_server_port=8000),
     _mapped(vllm_gpu_memory_utilization=("engine.gpu_memory_fraction", 0.3)),
     _honoured("engine.max_model_len; left out, max_completion_length and room for a prompt", vllm_max_model_length=None),

@@ -15,6 +15,7 @@ from harness_rl.errors import UserError
 from harness_rl.trl.config import LEARNED, AsyncGRPOConfig, GRPOConfig
 from harness_rl.trl.docs import render
 from harness_rl.trl.fields import ARGUMENTS, ASYNC, COMMON, GRPO, Field, async_fields, grpo_fields
+from harness_rl.trl.placement import visible_gpus
 
 ROOT = Path(__file__).resolve().parents[2]
 TRL = json.loads((Path(__file__).parent / "trl_1_16_0.json").read_text())
@@ -211,6 +212,33 @@ def test_grpo_config_honours(arguments: dict[str, Any], expected: dict[str, Any]
 def test_async_grpo_config_honours(arguments: dict[str, Any], expected: dict[str, Any]):
     config = AsyncGRPOConfig(**arguments).config
     assert {target: get(config, target) for target in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("gpus", "arguments", "expected"),
+    [
+        (1, {}, ("ipc", 0.3)),
+        (1, {"vllm_gpu_memory_utilization": 0.5}, ("ipc", 0.5)),
+        (1, {"engine": {"gpu_memory_fraction": 0.4}}, ("ipc", 0.4)),
+        (1, {"sync": {"backend": "gloo"}}, ("gloo", 0.3)),
+        (1, {"vllm_mode": "server"}, ("auto", 0.85)),
+        (1, {"engine": {"url": "http://x:1"}}, ("auto", 0.85)),
+        (1, {"use_cpu": True}, ("auto", 0.85)),
+        (1, {"sync": {"lora": "adapter"}, "learner": {"lora_rank": 8}}, ("auto", 0.85)),
+        (0, {}, ("auto", 0.85)),
+        (2, {}, ("auto", 0.85)),
+    ],
+)
+def test_an_engine_that_is_launched_beside_the_learner_on_one_gpu_shares_it(monkeypatch, tmp_path, gpus, arguments, expected):
+    for name in ("nvidiactl", "nvidia-uvm", *(f"nvidia{number}" for number in range(3))):
+        (tmp_path / name).touch()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus))))
+    assert visible_gpus(tmp_path) == gpus
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert visible_gpus(tmp_path) == 3
+    monkeypatch.setattr("harness_rl.trl.placement.visible_gpus", lambda: gpus)
+    config = GRPOConfig(**arguments).config
+    assert (config.sync.backend, config.engine.gpu_memory_fraction) == expected
 
 
 @pytest.mark.parametrize(
