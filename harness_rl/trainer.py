@@ -209,7 +209,7 @@ class _EnvironmentTrainer:
     def evaluate(self, eval_dataset: Any = None, *, samples: int | None = None, greedy: bool = True) -> dict[str, float]:
         """`samples` episodes of every row (None: `eval.samples`) with the trained model (before `train()`, the given one), in a run folder
         of its own; with `greedy`, one more of each row at temperature 0. A running engine (`vllm_mode="server"`) is scored with the weights
-        that it holds, which one line names: after `train()` those are the trained ones.
+        that it holds, which one line names: after `train()` those are the trained ones (`sync.lora = adapter`: still the base model's).
 
         Returns the mean reward as `eval_reward`, its 95 % interval as `eval_reward_low` and `_high`, and how many episodes had none as
         `eval_unscored`; `eval_greedy_reward` and so on of the greedy ones. Raises UserError without a data set.
