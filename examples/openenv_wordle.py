@@ -131,7 +131,6 @@ def trainer(options: argparse.Namespace, url: str) -> GRPOTrainer:
                 max_completion_length=4096,
                 max_tool_calling_iterations=2 * GUESSES,
                 vllm_importance_sampling_mode="token_truncate",
-                warmup={"enabled": options.warm_start},
             )
         ),
     )

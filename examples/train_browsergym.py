@@ -180,7 +180,6 @@ def trainer(options: argparse.Namespace, url: str) -> GRPOTrainer:
                 max_completion_length=1024,
                 max_tool_calling_iterations=ACTIONS,
                 rollout={"max_concurrent_rollouts": options.browsers},
-                warmup={"enabled": options.warm_start},
             )
         ),
     )
@@ -191,11 +190,18 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--env-url", "--env-host", help="of a server that runs already; without it, this script starts one")
     parser.add_argument("--task-name", nargs="+", default=TASKS, help="names of tasks that the server has")
     parser.add_argument("--browsers", type=int, default=8, help="games at once; each has a browser of about 100 MB")
-    parser.add_argument("--warm-start", action="store_true", help="train on solved games first; our server's tasks alone have solutions")
+    parser.add_argument(
+        "--warm-start",
+        action=argparse.BooleanOptionalAction,
+        help="first learn from solved games, which our server's tasks alone have (left out: with --cpu, on a server of this script's)",
+    )
     add_training(
         parser, "browsergym", model="Qwen/Qwen3-0.6B", max_steps=50, dataset_size=256, per_device_batch_size=32, learning_rate=5e-6
     )
-    return read(parser, arguments, task_name=["click-test", "click-button"], browsers=4)
+    options = read(parser, arguments, task_name=["click-test", "click-button"], browsers=4)
+    if options.warm_start is None:
+        options.warm_start = options.cpu and options.env_url is None
+    return options
 
 
 if __name__ == "__main__":

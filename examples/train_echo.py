@@ -1,3 +1,7 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["harness-rl"]
+# ///
 """Train a model in an environment whose loop is ours. From the repository: .venv/bin/python examples/train_echo.py"""
 
 import argparse

@@ -1,3 +1,7 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["harness-rl[harbor]"]
+# ///
 """Harbor tasks with a loop of ours instead of an agent: one tool, bash, in the task's sandbox, and its verifier's reward.
 
 From the repository, as root:
@@ -52,7 +56,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", default="examples/tasks/quickstart/train", help="a folder of Harbor tasks")
     parser.add_argument("--sandboxes", type=int, default=8, help="tasks at once")
-    add_training(parser, "harbor-bash", per_device_batch_size=32)
+    add_training(parser, "harbor-bash", counted=False, per_device_batch_size=32)
     return read(parser, arguments)
 
 

@@ -1,3 +1,7 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["harness-rl[harbor]"]
+# ///
 """Train a model inside mini-swe-agent from Python. Run it as root from the repository: .venv/bin/python examples/train_harness.py"""
 
 from functools import partial

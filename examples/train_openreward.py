@@ -17,7 +17,7 @@ import os
 from typing import Any
 
 from envs.openreward import OpenReward, environment, openreward_reward, rows
-from envs.options import add_training, read, run, training
+from envs.options import add_training, held_out, read, run, training
 
 from harness_rl import GRPOConfig, GRPOTrainer
 from harness_rl.imports import load_object
@@ -31,11 +31,13 @@ def warm(options: argparse.Namespace) -> dict[str, Any]:
 
 def trainer(options: argparse.Namespace, server: OpenReward) -> GRPOTrainer:
     name = options.environment or server.environments()[0]
+    tasks = rows(server, name, options.split)
     return GRPOTrainer(
         model=options.model,
         environment_factory=environment(server, name, options.split),
         reward_funcs=openreward_reward,
-        train_dataset=rows(server, name, options.split)[: options.dataset_size],
+        train_dataset=tasks[: options.dataset_size],
+        eval_dataset=held_out(options, lambda count: tasks[:count]),
         demonstrations=load_object(options.demonstrations, "--demonstrations") if options.demonstrations else None,
         args=GRPOConfig(**training(options, warm(options), max_completion_length=2048, max_tool_calling_iterations=16)),
     )

@@ -180,6 +180,8 @@ def _eval(options: argparse.Namespace) -> int:
     if ":" in options.config.name:
         return _eval_script(options)
     config = _load(options, "-eval")
+    if options.model and config.engine.urls:
+        raise UserError(f"eval: --model {options.model}: engine.url is a running engine, whose weights are scored; leave one of them out")
     config.eval.samples = options.samples or config.eval.samples
     config.eval.greedy = options.greedy or config.eval.greedy
     inputs = resolve_inputs(config)
@@ -232,6 +234,7 @@ def _play_arguments(parser: argparse.ArgumentParser) -> None:
     policy.add_argument("--policy", metavar="FILE.py:NAME", help="(messages, tools) -> a text, or calls; none: you play")
     policy.add_argument("--turns", metavar="FILE.py:NAME", help="row -> the turns of a demonstration")
     parser.add_argument("--reward", action="append", default=[], metavar="FILE.py:NAME", help="a reward function; may be repeated")
+    parser.add_argument("--reward-weights", type=float, nargs="+", default=[], metavar="W", help="of the functions; none: 1 each")
     parser.add_argument("--episodes", type=int, default=1)
     parser.add_argument("--max-calls", type=int, default=0, help="answers of an episode; 0: no such limit")
     parser.add_argument("--json", action="store_true", help="one line for each episode and one for all")

@@ -27,7 +27,7 @@ class RunSection(Section):
     """Folder name under `dir`."""
     dir: Path = Path("runs")
     steps: int = Field(20, ge=1)
-    """Optimizer steps."""
+    """Batches that are trained, each in `learner.minibatches` optimizer steps."""
     seed: int = 0
     """Of the task order and the learner; every sampled call has its own recorded seed."""
     short: bool = False
@@ -101,7 +101,7 @@ class HarnessSection(Section):
 
 class SandboxSection(Section):
     kind: Literal["local", "none"] = "local"
-    """`none`: white-box environments need no sandbox."""
+    """`none`: no environment of a white-box run keeps sandboxes (set by the trainer where it is left out)."""
     memory_mb: int = Field(1024, ge=64)
     cpus: float = Field(1.0, gt=0)
     pids: int = Field(256, ge=16)
@@ -127,9 +127,10 @@ class RolloutSection(Section):
     min_fresh_share: float = Field(0.0, ge=0, lt=1)
     """A group under way is given up once no more than this share of its work could still be trained."""
     temperature: float = Field(1.0, gt=0)
-    max_output_tokens_per_call: int = Field(128, ge=1)
-    max_conversation_tokens: int = Field(1024, ge=1)
-    """Everything after a rollout's first prompt, tool results included."""
+    max_output_tokens_per_call: int = Field(128, ge=0)
+    """0 = what the engine's window holds."""
+    max_conversation_tokens: int = Field(1024, ge=0)
+    """Everything after a rollout's first prompt, tool results included; 0 = what the engine's window holds."""
     chat_template_kwargs: dict[str, Any] = {}
     """For the model's chat template, as `enable_thinking = false`."""
     history: Literal["template", "keep_reasoning"] = "template"
@@ -205,7 +206,7 @@ class LearnerSection(Section):
     loss_normalisation: Literal["token", "rollout", "constant"] = "token"
     """Over the optimizer step: each token alike, each rollout alike, or each token 1 / (rollouts * loss_constant)."""
     loss_constant: float | None = Field(None, gt=0)
-    """Tokens; None = rollout.max_conversation_tokens."""
+    """Tokens; None = rollout.max_conversation_tokens, or engine.max_model_len where that is 0."""
     packing: Literal["auto", "plain"] = "auto"
     """auto: rows that begin alike share those tokens, where the model's layers allow it; plain: nothing is shared."""
     gradient_checkpointing: bool = False
@@ -251,7 +252,7 @@ class SyncSection(Section):
     """What becomes of keys and values of earlier weights: computed again, or kept; then sessions share cached blocks only with sessions
     that began under the same weights."""
     every: int = Field(1, ge=1)
-    """Optimizer steps between two pushes; at most rollout.max_staleness + 1."""
+    """Steps (batches) between two pushes; at most rollout.max_staleness + 1."""
     wait_s: float = Field(60.0, gt=0)
     """mode = wait: how long running calls have to end; those that take longer are ended as under abort."""
     lora: Literal["merged", "adapter"] = "merged"

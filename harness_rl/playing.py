@@ -30,7 +30,7 @@ def command(options: argparse.Namespace) -> int:
         raise UserError(f"play: --episodes {options.episodes}: play one or more")
     with _server(options) as url:
         kind = EnvironmentKind(_factory(options.environment, url))
-        rewards = weighted_rewards([_loaded(path, "--reward", url) for path in options.reward])
+        rewards = weighted_rewards([_loaded(path, "--reward", url) for path in options.reward], options.reward_weights)
         if not rewards and not kind.has_reward:
             raise UserError("play: no reward: name --reward FILE.py:NAME, or give the environment a method get_reward(self)")
         for row in rows:

@@ -125,12 +125,9 @@ class _EnvironmentTrainer:
         self.config = shorten(_with_model(self.args.for_rows(None if train_dataset is None else len(rows)), self.model))
         if peft_config is not None:
             self._train_adapter(peft_config, name)
-        self.config.sandbox.kind = "none"
-        given = self.args.sections.get("rollout", {})
-        for key, seconds in (("agent_timeout_s", EPISODE_S), ("deadline_s", 1.2 * EPISODE_S)):
-            if key not in given:
-                setattr(self.config.rollout, key, seconds)
-        self.state = TrainerState(max_steps=self.config.run.steps, num_train_epochs=self.args.num_train_epochs)
+        self._set_deadlines()
+        updates = self.config.learner.minibatches
+        self.state = TrainerState(max_steps=self.config.run.steps * updates, num_train_epochs=self.args.num_train_epochs)
         options: dict[str, Any] = {
             "tools": tuple(tools or ()),
             "reward_funcs": rewards,
@@ -139,15 +136,46 @@ class _EnvironmentTrainer:
             "trainer_state": self.state,
             "rollout_func": None if rollout_func is None else UsersLoop(rollout_func, self, self.config.rollout.trust_rollout_func),
         }
+        self._decodes = rollout_func is not None
         self.factory = EnvironmentSessionFactory(environments, rows=rows, **options)
+        self._choose_sandbox(name)
+        if eval_dataset is None and self.config.tasks.eval is None and (self.config.eval.at_start or self.config.eval.at_end):
+            raise UserError(f"{name}: an evaluation is asked for (eval_strategy, eval_on_start), and eval_dataset is missing; give both")
         self._eval = None if eval_dataset is None else self.factory.on(_eval_rows(eval_dataset, name))
         self._observer = Callbacks(
             self.args,
             self.state,
             checked_callbacks(callbacks),
             steps_per_epoch=max(1.0, len(rows) / self.config.rollout.groups_per_step),
+            updates_per_step=updates,
             extra={"model": None, "processing_class": processing_class},
         )
+
+    def _set_deadlines(self) -> None:
+        """Reset and rewards get a fifth of what the conversation may take; who gives one of the two limits moves the other with it, so that
+        a conversation that runs into its limit is still scored."""
+        given, rollout = self.args.sections.get("rollout", {}), self.config.rollout
+        if "agent_timeout_s" not in given:
+            rollout.agent_timeout_s = rollout.deadline_s / 1.2 if "deadline_s" in given else EPISODE_S
+        if "deadline_s" not in given:
+            rollout.deadline_s = 1.2 * rollout.agent_timeout_s
+
+    def _choose_sandbox(self, name: str) -> None:
+        """Local where an environment keeps sandboxes of this machine, so that they are checked, reclaimed and audited; else none.
+
+        Raises UserError for settings that would have no effect.
+        """
+        given = self.args.sections.get("sandbox", {})
+        limits = sorted(given.keys() - {"kind", "stop_timeout_s"})
+        keepers = [kind for kind in self.factory.kinds.values() if kind.keeps_sandboxes]
+        if keepers and given.get("kind") == "none":
+            raise UserError(f"{name}: sandbox.kind = none, and {keepers[0].label} keeps local sandboxes; leave it out")
+        if limits and not keepers:
+            raise UserError(f"{name}: sandbox.{limits[0]} has no effect: no environment here keeps sandboxes; leave it out")
+        if limits and (own := [kind.label for kind in keepers if kind.own_sandbox]):
+            raise UserError(f"{name}: sandbox={{{limits[0]!r}: ...}} and {own[0]}(sandbox=...) say the same thing; give one of them")
+        if "kind" not in given:
+            self.config.sandbox.kind = "local" if keepers else "none"
 
     def _train_adapter(self, peft_config: Any, name: str) -> None:
         """Raises UserError."""
@@ -173,13 +201,15 @@ class _EnvironmentTrainer:
         """
         inputs = resolve_inputs(self.config, factory=self.factory, eval_factory=self._eval, observer=self._observer)
         check_template(self._given_processing_class, inputs.model_path)
+        self._load_what_is_decoded_with()
         outcome = _run(self.config, inputs, resume_from_checkpoint or self.args.resume_from_checkpoint, self._with_servers)
         self._trained = None if outcome.result is None else outcome.result.checkpoint
         return outcome
 
     def evaluate(self, eval_dataset: Any = None, *, samples: int | None = None, greedy: bool = True) -> dict[str, float]:
         """`samples` episodes of every row (None: `eval.samples`) with the trained model (before `train()`, the given one), in a run folder
-        of its own; with `greedy`, one more of each row at temperature 0.
+        of its own; with `greedy`, one more of each row at temperature 0. A running engine (`vllm_mode="server"`) is scored with the weights
+        that it holds, which one line names: after `train()` those are the trained ones (`sync.lora = adapter`: still the base model's).
 
         Returns the mean reward as `eval_reward`, its 95 % interval as `eval_reward_low` and `_high`, and how many episodes had none as
         `eval_unscored`; `eval_greedy_reward` and so on of the greedy ones. Raises UserError without a data set.
@@ -200,10 +230,20 @@ class _EnvironmentTrainer:
         )
         config.run.name = free_name(config)
         inputs = resolve_inputs(config, factory=self.factory, eval_factory=factory)
+        self._load_what_is_decoded_with()
         ended = run_until_signal(lambda: self._with_servers(evaluate_only(config, inputs)), config.run.stop_grace_s)
         assert ended.evaluation is not None, "evaluate_only made it"
         found = {"eval": ended.evaluation} | ({"eval_greedy": ended.greedy} if ended.greedy is not None else {})
         return {key: value for name, evaluation in found.items() for key, value in _numbers(name, evaluation).items()}
+
+    def _load_what_is_decoded_with(self) -> None:
+        """A rollout_func's samples become text for reward functions: the tokenizer is loaded once, before anything runs.
+
+        Raises UserError.
+        """
+        if self._decodes and not hasattr(self.processing_class, "decode"):
+            kind = type(self.processing_class).__name__
+            raise UserError(f"processing_class: a {kind} has no decode(), which a rollout_func needs; give a tokenizer, or leave it out")
 
     async def _with_servers(self, work: Coroutine[Any, Any, Outcome]) -> Outcome:
         """The run, once the OpenEnv servers have room for it; its environments are given up with it. Raises UserError."""

@@ -26,11 +26,13 @@ SHORT: dict[str, Any] = {
 """With `--short`, what is less still: a warm start that ends after twelve games, whatever was learned."""
 
 
-def add_training(parser: argparse.ArgumentParser, name: str, **defaults: Any) -> None:
-    """`defaults` are of these flags, by their long names."""
+def add_training(parser: argparse.ArgumentParser, name: str, *, counted: bool = True, **defaults: Any) -> None:
+    """`defaults` are of these flags, by their long names. `counted`: the script makes as many rows as it is asked for."""
     parser.add_argument("--model", "--model-id", help="model folder, hub id or a name of `harness-rl models`")
     parser.add_argument("--output-dir", default=f"runs/{name}")
-    parser.add_argument("--dataset-size", type=int, default=64, help="rows; each is a game of its own")
+    if counted:
+        parser.add_argument("--dataset-size", type=int, default=64, help="rows; each is a game of its own")
+        parser.add_argument("--held-out", type=int, default=0, metavar="GAMES", help="play so many other games before and after training")
     parser.add_argument("--max-steps", type=int)
     parser.add_argument("--num-generations", type=int, help="games of each row, compared with each other")
     parser.add_argument("--per-device-batch-size", type=int, help="games a step, times --gradient-accumulation-steps")
@@ -40,7 +42,6 @@ def add_training(parser: argparse.ArgumentParser, name: str, **defaults: Any) ->
     parser.add_argument("--cpu", action="store_true", help="two cores, no GPU: a model of 135M, short games, a warm start on played ones")
     parser.add_argument("--short", action="store_true", help="--cpu with a shorter warm start and two small steps: does all of it work?")
     parser.add_argument("--control", action="store_true", help="shuffle the advantages: nothing can be learned")
-    parser.add_argument("--held-out", type=int, default=0, metavar="GAMES", help="play so many other games before and after training")
     parser.add_argument("--evaluate", type=int, metavar="GAMES", help="play so many games, sampled and greedy, instead of training")
     parser.add_argument("--vllm-mode", choices=["colocate", "server"], default="colocate", help="launch the engine, or connect to one")
     parser.add_argument("--vllm-server-url", default="http://localhost:8000", help="with --vllm-mode server")
@@ -56,8 +57,9 @@ def read(parser: argparse.ArgumentParser, arguments: Sequence[str] | None, **cpu
 
 
 def held_out(options: argparse.Namespace, rows: Callable[[int], list[dict[str, Any]]]) -> list[dict[str, Any]] | None:
-    """Rows after those that are trained, `--held-out` of them."""
-    return rows(options.dataset_size + options.held_out)[options.dataset_size :] or None
+    """Rows after those that are trained, `--held-out` of them (`rows(count)` may make several of each)."""
+    others = rows(options.dataset_size + options.held_out)[len(rows(options.dataset_size)) :]
+    return others[: options.held_out] or None
 
 
 def add_server(parser: argparse.ArgumentParser, image: str) -> None:
@@ -105,7 +107,8 @@ def training(
     options: argparse.Namespace, cpu: Mapping[str, Any] | None = None, short: Mapping[str, Any] | None = None, **own: Any
 ) -> dict[str, Any]:
     """What the flags say, in the names of GRPOConfig. `own` are the example's settings; with `--cpu`, those of `cpu` stand before them,
-    and with `--short` those of `short` before both."""
+    and with `--short` those of `short` before both; what a flag of its own says (`--no-warm-start`, `--held-out`, `--control`) stands
+    before all of them."""
     settings = {
         "output_dir": options.output_dir,
         "seed": options.seed,
@@ -126,7 +129,9 @@ def training(
         layers += [SHORT, short or {}]
     if options.control:
         layers.append({"rollout": {"shuffle_advantages": True}})
-    if options.held_out:
+    if getattr(options, "warm_start", None) is not None:
+        layers.append({"warmup": {"enabled": options.warm_start}})
+    if getattr(options, "held_out", 0):
         layers.append({"eval_strategy": "steps", "eval_on_start": True, "eval": {"samples": 1}})
     for layer in layers:
         for name, value in layer.items():

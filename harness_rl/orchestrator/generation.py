@@ -38,7 +38,7 @@ class Generation:
     config: RunConfig
     runner: Runner
     journal: Journal
-    order: TaskOrder
+    order: TaskOrder[dict[str, Any]]
     assembler: Assembler
     state: RunState
     version: int = 0

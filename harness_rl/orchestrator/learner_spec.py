@@ -38,7 +38,7 @@ def learner_spec(config: RunConfig, services: Services, model: Path, lineage: st
         kl_beta=learner.kl_beta,
         reference_model=learner.reference_model or reference,
         loss_normalisation=learner.loss_normalisation,
-        loss_constant=learner.loss_constant or float(config.rollout.max_conversation_tokens),
+        loss_constant=learner.loss_constant or float(config.rollout.max_conversation_tokens or config.engine.max_model_len),
         minibatches=learner.minibatches,
         micro_batch_tokens=learner.micro_batch_tokens,
         packing=learner.packing,

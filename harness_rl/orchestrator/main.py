@@ -39,7 +39,7 @@ from harness_rl.orchestrator.rewards import RewardFunction, load_reward_function
 from harness_rl.orchestrator.rollout import RolloutRunner
 from harness_rl.orchestrator.run import Observer, RunResult, TrainingRun
 from harness_rl.orchestrator.services import Services, services
-from harness_rl.orchestrator.warmup import WarmStart, read_warm_start, warm_start_path, warm_up
+from harness_rl.orchestrator.warmup import Script, WarmStart, make_scripts, read_warm_start, warm_start_path, warm_up
 from harness_rl.sessions.base import SessionFactory
 from harness_rl.sessions.harbor import HarborSessionFactory
 from harness_rl.viewer.closing import closing_table
@@ -136,7 +136,8 @@ async def _train(config: RunConfig, inputs: Inputs, resume: bool, journal: Journ
     async with services(config, inputs.model_path, state, adapters=Adapters.of(config)) as running:
         _bind(running, inputs)
         if config.warmup.enabled and not (resume and any(config.run_dir.glob("checkpoints/step-*"))):
-            warm = await _warm_start(config, running, inputs, journal, state)
+            state.phase = "warm-up"
+            warm = await _warm_start(config, running, inputs, journal, state, await make_scripts(inputs.factory, inputs.rows))
             model = warm.path
         run = TrainingRun(
             config=config,
@@ -175,12 +176,13 @@ def _close(config: RunConfig, journal: Journal, state: RunState, out: Console) -
 
 
 async def warm_start_only(config: RunConfig, inputs: Inputs, *, console: Console | None = None) -> Outcome:
-    found = read_warm_start(warm_start_path(config, inputs.factory, inputs.model_path, inputs.rows))
+    scripts = await make_scripts(inputs.factory, inputs.rows)
+    found = read_warm_start(warm_start_path(config, inputs.factory, inputs.model_path, inputs.rows, scripts))
     if found is not None:
         return Outcome(config.run_dir, warm_start=found)
     async with opened(config, console) as (state, journal), services(config, inputs.model_path, state) as running:
         _bind(running, inputs)
-        return Outcome(config.run_dir, warm_start=await _warm_start(config, running, inputs, journal, state))
+        return Outcome(config.run_dir, warm_start=await _warm_start(config, running, inputs, journal, state, scripts))
 
 
 async def evaluate_only(config: RunConfig, inputs: Inputs, *, console: Console | None = None) -> Outcome:
@@ -188,6 +190,8 @@ async def evaluate_only(config: RunConfig, inputs: Inputs, *, console: Console |
         raise UserError("tasks.eval: name the folder of tasks to evaluate on")
     async with opened(config, console) as (state, journal), services(config, inputs.model_path, state, trains=False) as running:
         _bind(running, inputs)
+        if config.engine.urls:
+            state.say(whose_weights(running, inputs.model_path))
         assert inputs.eval_factory is not None
         measure = partial(
             evaluate,
@@ -204,6 +208,12 @@ async def evaluate_only(config: RunConfig, inputs: Inputs, *, console: Console |
         return Outcome(config.run_dir, evaluation=sampled, greedy=greedy)
 
 
+def whose_weights(running: Services, asked: Path) -> str:
+    """Only a learner pushes weights: an evaluation on running engines is of those that they hold, whatever the config names."""
+    held = sorted({f"{engine.url}: {engine.info.weight_version or 'unknown'}" for engine in (running.engine, *running.others)})
+    return f"scoring the weights that the running engine holds (version by its own account: {', '.join(held)}); {asked} is not pushed to it"
+
+
 def _bind(running: Services, inputs: Inputs) -> None:
     lent = running.for_sessions()
     inputs.factory.bind(lent)
@@ -211,10 +221,12 @@ def _bind(running: Services, inputs: Inputs) -> None:
         inputs.eval_factory.bind(lent)
 
 
-async def _warm_start(config: RunConfig, running: Services, inputs: Inputs, journal: Journal, state: RunState) -> WarmStart:
-    found = read_warm_start(warm_start_path(config, inputs.factory, inputs.model_path, inputs.rows))
+async def _warm_start(
+    config: RunConfig, running: Services, inputs: Inputs, journal: Journal, state: RunState, scripts: list[Script]
+) -> WarmStart:
+    found = read_warm_start(warm_start_path(config, inputs.factory, inputs.model_path, inputs.rows, scripts))
     if found is None:
-        found = await warm_up(config, running, inputs.factory, inputs.rows, journal, state, inputs.model_path)
+        found = await warm_up(config, running, inputs.factory, inputs.rows, journal, state, inputs.model_path, scripts)
     state.say(f"warm start: success {found.success:.2f} after {found.demonstrations} demonstrations ({found.path})")
     return found
 

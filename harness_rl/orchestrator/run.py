@@ -167,9 +167,7 @@ class TrainingRun:
                 await self._first_sync(learner)
                 ended = await self._train(learner, runner)
                 self.journal.drop_running()
-                if config.eval.at_end and self.eval_rows:
-                    await self._catch_up(learner)
-                    await self._evaluate(runner, "end")
+                await self._finish(learner, runner)
             self.state.phase = "saving"
             checkpoint = await learner.stop(timeout=config.learner.step_timeout_s)
             self._durable(checkpoint)
@@ -216,6 +214,14 @@ class TrainingRun:
         if self._update_waits:
             raise _EngineIsNew("the engine died under the start evaluation, and the learner has left the weights that it evaluates")
         await learner.resync()
+
+    async def _finish(self, learner: LearnerProcess, runner: RolloutRunner) -> None:
+        """The end evaluation, of the last weights; a running engine gets these in any case: it outlives the run and is taken for it."""
+        evaluates = bool(self.config.eval.at_end and self.eval_rows)
+        if evaluates or self.config.engine.urls:
+            await self._catch_up(learner)
+        if evaluates:
+            await self._evaluate(runner, "end")
 
     async def _catch_up(self, learner: LearnerProcess) -> None:
         """The engine gets the last step's weights, where the run ends between two pushes (`sync.every`)."""

@@ -5,16 +5,18 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Generic, TypeVar
+
+Row = TypeVar("Row")
 
 
-class TaskOrder:
+class TaskOrder(Generic[Row]):
     """An endless, seeded order over the rows; every epoch is a fresh permutation. `position` counts rows given out.
 
     `again`: positions before `position` that are given out once more, first.
     """
 
-    def __init__(self, rows: list[dict[str, Any]], *, seed: int, shuffle: bool, position: int = 0, again: Sequence[int] = ()) -> None:
+    def __init__(self, rows: Sequence[Row], *, seed: int, shuffle: bool, position: int = 0, again: Sequence[int] = ()) -> None:
         if not rows:
             raise ValueError("no tasks")
         self._rows = rows
@@ -25,7 +27,7 @@ class TaskOrder:
         self._epoch = -1
         self._permutation: list[int] = []
 
-    def next(self) -> tuple[int, dict[str, Any]]:
+    def next(self) -> tuple[int, Row]:
         """(position, row)."""
         position = self._again.popleft() if self._again else self.position
         epoch, index = divmod(position, len(self._rows))

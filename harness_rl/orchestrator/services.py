@@ -76,8 +76,8 @@ class Services:
         rollout = self.config.rollout
         limits: dict[str, Any] = {
             "max_calls": rollout.max_calls or None,
-            "max_output_tokens_per_call": rollout.max_output_tokens_per_call,
-            "max_conversation_tokens": rollout.max_conversation_tokens,
+            "max_output_tokens_per_call": rollout.max_output_tokens_per_call or None,
+            "max_conversation_tokens": rollout.max_conversation_tokens or None,
             "max_context_tokens": min(engine.info.max_model_len for engine in (self.engine, *self.others)),
             "deadline_s": rollout.deadline_s,
         }

@@ -14,6 +14,7 @@ import math
 import os
 import secrets
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,10 @@ from harness_rl.orchestrator.schedule import TaskOrder
 from harness_rl.orchestrator.services import Services
 from harness_rl.paths import cache_dir
 from harness_rl.sessions.base import SessionFactory
+from harness_rl.sessions.ownthread import OwnThread
+
+Script = list[dict[str, Any]]
+"""The assistant turns of one demonstration."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +77,23 @@ class Target:
         return None
 
 
-def warm_start_path(config: RunConfig, factory: SessionFactory, model_path: Path, rows: list[dict[str, Any]]) -> Path:
-    """Where the warm start for this config, agent, model and set of tasks lies (or will lie)."""
+async def make_scripts(factory: SessionFactory, rows: list[dict[str, Any]]) -> list[Script]:
+    """Each row's demonstration, one after the other and before any of them is captured: one may be a whole game, on a server that has no
+    session to spare beside the episodes'. In a thread of its own, so that the run can be watched and stopped meanwhile.
+
+    Raises UserError where the factory has none, and whatever the user's function raises.
+    """
+    thread = OwnThread("demonstrations")
+    try:
+        return [await thread.call(factory.demonstration, row) for row in rows]
+    finally:
+        thread.close()
+
+
+def warm_start_path(
+    config: RunConfig, factory: SessionFactory, model_path: Path, rows: list[dict[str, Any]], scripts: Sequence[Script]
+) -> Path:
+    """Where the warm start for this config, agent, model and set of tasks, with a script for each, lies (or will lie)."""
     digest = hashlib.sha256()
 
     def add(value: Any) -> None:
@@ -87,8 +107,8 @@ def warm_start_path(config: RunConfig, factory: SessionFactory, model_path: Path
             add([file.name, file.stat().st_size])
             if file.stat().st_size < 1 << 20:
                 digest.update(file.read_bytes())
-    for row in rows:
-        add([row.get("prompt"), factory.demonstration(row)])
+    for row, script in zip(rows, scripts, strict=True):
+        add([row.get("prompt"), script])
     return cache_dir("warmup", digest.hexdigest()[:24])
 
 
@@ -100,8 +120,10 @@ async def warm_up(
     journal: Journal,
     state: RunState,
     model_path: Path,
+    scripts: Sequence[Script],
 ) -> WarmStart:
-    """Train until the measured success is between `warmup.target_low` and `target_high`; the model is put at `warm_start_path`.
+    """Train on the rows' scripts until the measured success is between `warmup.target_low` and `target_high`; the model is put at
+    `warm_start_path`.
 
     Raises HarnessRLError when all demonstrations are used up below the range, or when one of the solutions does not earn its task's
     reward.
@@ -111,7 +133,8 @@ async def warm_up(
     # No reward function: a demonstration is right when the verifier says so, whatever the run rewards.
     runner = RolloutRunner(factory, journal, None, config.rollout.max_retries)
     # From the end of the list: success is measured at its start, on tasks that a short warm start has not shown.
-    order = TaskOrder(rows[::-1], seed=config.run.seed, shuffle=config.rollout.shuffle_tasks)
+    shown = list(zip(rows, scripts, strict=True))[::-1]
+    order = TaskOrder(shown, seed=config.run.seed, shuffle=config.rollout.shuffle_tasks)
     lineage = "w" + secrets.token_hex(2)
     work = config.run_dir / "warmup"
 
@@ -162,7 +185,7 @@ async def warm_up(
             ended = await _train(config, runner, order, rows, learner, state)
     finally:
         await learner.close()
-    target = warm_start_path(config, factory, model_path, rows)
+    target = warm_start_path(config, factory, model_path, rows, scripts)
     _publish(ended.checkpoint, target, {"success": ended.success, "demonstrations": ended.demonstrations})
     shutil.rmtree(work, ignore_errors=True)
     return WarmStart(target, ended.success, ended.demonstrations)
@@ -171,7 +194,7 @@ async def warm_up(
 async def _train(
     config: RunConfig,
     runner: RolloutRunner,
-    order: TaskOrder,
+    order: TaskOrder[tuple[dict[str, Any], Script]],
     rows: list[dict[str, Any]],
     learner: LearnerProcess,
     state: RunState,
@@ -179,10 +202,11 @@ async def _train(
     """Where it ended. The next demonstrations are captured while the learner trains on the last ones."""
     target = Target(config.warmup.target_low, config.warmup.target_high)
     section, timeout = config.warmup, config.learner.step_timeout_s
+    slots = asyncio.Semaphore(config.rollout.max_concurrent_rollouts)  # of both: demonstrations go on beside a measurement
     steps = -(-section.demonstrations // section.batch)
 
     def demonstrate(step: int) -> asyncio.Task[list[Row]]:
-        return tasks.create_task(_demonstrate(config, runner, [order.next()[1] for _ in range(section.batch)], step))
+        return tasks.create_task(_demonstrate(runner, [order.next()[1] for _ in range(section.batch)], step, slots))
 
     async with asyncio.TaskGroup() as tasks:
         coming = demonstrate(1)
@@ -196,7 +220,7 @@ async def _train(
             changed = message["metrics"].get("updates", 1) > 0
             if step * section.batch < section.check_from or step % section.check_every or not changed:
                 continue
-            success, count = await _measure(config, runner, rows, state, step)
+            success, count = await _measure(config, runner, rows, state, step, slots)
             error = math.sqrt(max(0.0, success * (1 - success)) / count) if count else 0.0
             ended = target.see(Check(success, step * section.batch, await _checkpoint(learner, step, timeout), error))
             if ended is not None:
@@ -219,7 +243,9 @@ async def _checkpoint(learner: LearnerProcess, step: int, timeout: float) -> Pat
     return Path(learner.last_checkpoint["path"])
 
 
-async def _measure(config: RunConfig, runner: RolloutRunner, rows: list[dict[str, Any]], state: RunState, step: int) -> tuple[float, int]:
+async def _measure(
+    config: RunConfig, runner: RolloutRunner, rows: list[dict[str, Any]], state: RunState, step: int, slots: asyncio.Semaphore
+) -> tuple[float, int]:
     """Success, and on how many rollouts."""
     section, label = config.warmup, f"warmup-{step}"
     evaluation = await evaluate(
@@ -228,7 +254,7 @@ async def _measure(config: RunConfig, runner: RolloutRunner, rows: list[dict[str
         label=label,
         samples=1,
         temperature=config.rollout.temperature,
-        slots=asyncio.Semaphore(config.rollout.max_concurrent_rollouts),
+        slots=slots,
         seed=config.run.seed,
         state=state,
     )
@@ -237,13 +263,11 @@ async def _measure(config: RunConfig, runner: RolloutRunner, rows: list[dict[str
     return evaluation.reward, evaluation.tasks * evaluation.samples - evaluation.unscored
 
 
-async def _demonstrate(config: RunConfig, runner: RolloutRunner, rows: list[dict[str, Any]], step: int) -> list[Row]:
+async def _demonstrate(runner: RolloutRunner, shown: list[tuple[dict[str, Any], Script]], step: int, slots: asyncio.Semaphore) -> list[Row]:
     """Rows of one batch of demonstrations. Raises HarnessRLError for a solution that its verifier refuses."""
-    slots = asyncio.Semaphore(config.rollout.max_concurrent_rollouts)
 
-    async def one(index: int, row: dict[str, Any]) -> list[Row]:
+    async def one(index: int, row: dict[str, Any], script: Script) -> list[Row]:
         async with slots:
-            script = runner.factory.demonstration(row)
             rollout = await runner.run(row, group_id=f"demo-{step:03d}", member=index, seed=index, script=script)
         if rollout.outcome is None or rollout.reward is None or rollout.reward <= 0:
             raise HarnessRLError(
@@ -256,7 +280,7 @@ async def _demonstrate(config: RunConfig, runner: RolloutRunner, rows: list[dict
         return found
 
     async with asyncio.TaskGroup() as tasks:
-        running = [tasks.create_task(one(index, row)) for index, row in enumerate(rows)]
+        running = [tasks.create_task(one(index, row, script)) for index, (row, script) in enumerate(shown)]
     return [row for task in running for row in task.result()]
 
 

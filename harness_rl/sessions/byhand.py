@@ -1,6 +1,7 @@
 """Episodes without a model: a person, a script or a list of turns plays, to try an environment and its rewards before anything is trained.
 
-Invariant: it is the loop, the tools, the errors and the rewards of a training episode; only the policy differs, and nothing is captured.
+Invariant: it is the loop, the tools, the errors and the rewards of a training episode; only the policy differs, and nothing is captured:
+there are no tokens, and reward functions get empty `completion_ids`.
 """
 
 from __future__ import annotations

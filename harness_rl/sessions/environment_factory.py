@@ -111,6 +111,8 @@ class EnvironmentSessionFactory:
 
     def bind(self, services: SessionServices) -> None:
         self._services = services
+        for kind in self.kinds.values():
+            kind.run_sandbox = services.config.sandbox
 
     async def create(
         self,
@@ -169,11 +171,12 @@ class EnvironmentSessionFactory:
 
         Which servers these are, the environments themselves show: two instances of each are reset with a few rows, one after the other, and
         given up. Where the second goes to servers that the first did not use, each instance has servers of its own (a script hands out
-        several URLs in turn), and each of these is asked for one session. Where no script has imported OpenEnv's client, nothing is done.
+        several URLs in turn), and each of these is asked for one session. What several environments want of one server is added up: idle
+        instances keep their sessions. Where no script has imported OpenEnv's client, nothing is done.
         """
         if CLIENT_MODULE not in sys.modules or self._loop is not None:
             return
-        wanted: dict[str, int] = {}
+        wanted: dict[str, list[int]] = {}
         for name, kind in self.kinds.items():
             rows = [row for row in self._rows if not self._routed or row[ROUTE] == name]
             if kind.type is None or not rows:
@@ -181,9 +184,10 @@ class EnvironmentSessionFactory:
             first = await self._urls_of(kind, rows[:: max(1, len(rows) // CHECKED_ROWS)])
             second = await self._urls_of(kind, rows[:1]) if sessions > 1 and first else first
             each = sessions if first & second or not second else 1
-            wanted |= {url: max(each, wanted.get(url, 0)) for url in first | second}
-        for url, count in sorted(wanted.items()):
-            await check_room(url, count)
+            for url in first | second:
+                wanted.setdefault(url, []).append(each)
+        for url, counts in sorted(wanted.items()):
+            await check_room(url, sum(counts), len(counts))
 
     async def _urls_of(self, kind: EnvironmentKind, rows: list[dict[str, Any]]) -> set[str]:
         instance = await kind.take()

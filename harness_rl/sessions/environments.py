@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from harness_rl.config import SandboxSection
 from harness_rl.errors import Cause, UserError
 from harness_rl.sessions.base import RolloutFailure
 from harness_rl.sessions.openenv import SessionWatch
@@ -32,6 +33,18 @@ PROBE_S = 120.0
 """How long the first instance of each environment may take to be made."""
 RESERVED = ("prompts", "completions", "completion_ids")
 """What reward functions get under these names is not a column's to take."""
+
+
+class LocalSandboxes:
+    """Base of an environment class that keeps sandboxes of this machine.
+
+    A run with such an environment checks the machine first, reclaims what killed runs left, and audits leaks at its end.
+    """
+
+    own_sandbox: SandboxSection | None = None
+    """Limits that its maker gave; they leave no room for the run's."""
+    run_sandbox: SandboxSection | None = None
+    """The run's `[sandbox]`, set before each `reset`; None outside a run."""
 
 
 class Instance:
@@ -115,6 +128,12 @@ class EnvironmentKind:
         self.schemas: list[Schema] = [tool_schema(tool) for tool in tools]
         self.type: type | None = None
         self.has_reward = False
+        self.keeps_sandboxes = False
+        """Its instances have sandboxes of this machine."""
+        self.own_sandbox = False
+        """... whose limits its factory gives."""
+        self.run_sandbox: SandboxSection | None = None
+        """Limits of those that have none of their own."""
         if factory is not None:
             self._probe(factory, f"environment {name!r}" if name else "environment_factory")
 
@@ -136,6 +155,8 @@ class EnvironmentKind:
         except Exception as error:  # noqa: BLE001 - the user's code may raise anything
             raise UserError(f"{where}: it cannot be made without arguments: {type(error).__name__}: {error}") from None
         self.type = type(environment)
+        if isinstance(environment, LocalSandboxes):
+            self.keeps_sandboxes, self.own_sandbox = True, environment.own_sandbox is not None
         members = dict(inspect.getmembers(self.type, predicate=inspect.isfunction))
         if "reset" not in members:
             raise UserError(f"{where}: {self.label} has no method reset; define reset(self, **kwargs), which may return a text")
@@ -205,6 +226,8 @@ async def begun(instance: Instance, kind: EnvironmentKind, row: Mapping[str, Any
     instance.watch.begin()
     if kind.type is None:
         return messages
+    if isinstance(instance.environment, LocalSandboxes):
+        instance.environment.run_sandbox = kind.run_sandbox
     try:
         observation = await instance.call(instance.environment.reset, **columns)
     except Exception as error:

@@ -28,6 +28,7 @@ from harness_rl.errors import Cause, UserError
 from harness_rl.sandboxes.hooks import sandbox_hooks
 from harness_rl.sessions.base import RolloutFailure, VerifyResult
 from harness_rl.sessions.causes import classify, facts_of
+from harness_rl.sessions.environments import LocalSandboxes
 from harness_rl.sessions.harbor import SANDBOXES, sandbox_limits
 from harness_rl.sessions.harbor_trial import TrialRun, TrialSpec, load_litellm
 from harness_rl.sessions.verdict import believed, judge
@@ -83,11 +84,12 @@ class LoopAgent(BaseAgent):
             desk.environment = None
 
 
-class HarborEnvironment:
+class HarborEnvironment(LocalSandboxes):
     """`environment_factory=HarborEnvironment`, with rows from `task_rows`: each has the `task_path` that `reset` takes.
 
-    `sandbox`: limits of tasks that name none. `command_s`: wall clock of one command. `output_chars`: how much of a command's output is
-    shown; the middle is left out. `episode_s`: wall clock of the conversation. `reward_key`, `tampered`: as in a run's `[reward]` section.
+    `sandbox`: limits of tasks that name none; left out, the run's `[sandbox]` section holds. `command_s`: wall clock of one command.
+    `output_chars`: how much of a command's output is shown; the middle is left out. `episode_s`: wall clock of the conversation.
+    `reward_key`, `tampered`: as in a run's `[reward]` section.
     """
 
     def __init__(
@@ -101,7 +103,7 @@ class HarborEnvironment:
         tampered: str = "zero",
     ) -> None:
         load_litellm()
-        self._sandbox = sandbox or SandboxSection()
+        self.own_sandbox = sandbox
         self._command_s, self._output_chars, self._episode_s = command_s, output_chars, episode_s
         self._reward_key, self._tampered = reward_key, tampered
         self._episode: _Episode | None = None
@@ -112,7 +114,7 @@ class HarborEnvironment:
         task = read_task(Path(task_path))
         if tomllib.loads((task.path / CONFIG).read_text()).get("steps"):
             raise UserError(f"task {task.name}: it has several steps, which this environment cannot play; use a harness, or another task")
-        self._episode = _Episode(task, self._sandbox, self._episode_s)
+        self._episode = _Episode(task, self.own_sandbox or self.run_sandbox or SandboxSection(), self._episode_s)
         return await self._episode.start()
 
     async def bash(self, command: str) -> str:

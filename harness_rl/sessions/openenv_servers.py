@@ -153,8 +153,11 @@ def _is_local(url: str) -> bool:
     return "://127.0.0.1" in url or "://localhost" in url or "://0.0.0.0" in url
 
 
-async def check_room(url: str, sessions: int) -> None:
-    """Whether the server takes `sessions` sessions at once. Raises UserError that says how many it takes, and what to change."""
+async def check_room(url: str, sessions: int, kinds: int = 1) -> None:
+    """Whether the server takes `sessions` sessions at once, of so many kinds of environment together.
+
+    Raises UserError that says how many it takes, and what to change.
+    """
     room = asyncio.Event()
     refusals: list[str] = []
     held: list[str] = []
@@ -179,11 +182,14 @@ async def check_room(url: str, sessions: int) -> None:
 
         await asyncio.gather(*(hold() for _ in range(sessions)))
     if refusals:
+        needed = f"{sessions} episodes are to run at once"
+        if kinds > 1:
+            needed = f"{kinds} environments hold up to {sessions} between them (an idle instance keeps its session)"
         raise UserError(
-            f"the OpenEnv server at {url} takes {len(held)} sessions at once, and {sessions} episodes are to run at once "
+            f"the OpenEnv server at {url} takes {len(held)} sessions at once, and {needed} "
             f"({refusals[0][:200]}); start it with max_concurrent_envs={sessions} or more in create_app() and "
             f"SUPPORTS_CONCURRENT_SESSIONS = True in its environment ({SESSIONS_VARIABLE}={sessions} for a duplicated Space or an image), "
-            f"or set rollout={{'max_concurrent_rollouts': {max(1, len(held))}}}"
+            f"or set rollout={{'max_concurrent_rollouts': {max(1, len(held) // kinds)}}}"
         )
 
 

@@ -95,7 +95,7 @@ class RolloutFuncSession(EnvironmentSession):
         self.capture.trace = kept
         spec = self.spec
         ids = returned[0].completion_ids.tolist() if len(returned) == 1 else completion_ids(kept)
-        text = self._loop.trainer.processing_class.decode(ids, skip_special_tokens=True)
+        text = await self.instance.call(self._loop.trainer.processing_class.decode, ids, skip_special_tokens=True)
         prompt = spec.row["prompt"]
         return Sample(
             prompt=prompt,

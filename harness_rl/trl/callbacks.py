@@ -25,8 +25,9 @@ class TrainerState:
     """TRL's names. A reward function gets it as `trainer_state`."""
 
     global_step: int = 0
-    """Optimizer steps done."""
+    """Optimizer steps done: those of whole batches, which are what a run's own steps count."""
     max_steps: int = 0
+    """Optimizer steps that the run will do."""
     epoch: float = 0.0
     num_train_epochs: float = 0.0
     log_history: list[dict[str, float]] = field(default_factory=list)
@@ -53,19 +54,22 @@ class Callbacks:
     state: TrainerState
     callbacks: list[Any] = field(default_factory=list)
     steps_per_epoch: float = 1.0
+    """Batches."""
+    updates_per_step: int = 1
+    """Optimizer steps of one batch."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments that every callback gets."""
     control: TrainerControl = field(default_factory=TrainerControl)
 
     def begun(self, step: int) -> None:
-        self.state.global_step, self.control.should_training_stop = step, False
+        self.state.global_step, self.control.should_training_stop = step * self.updates_per_step, False
         self._call("on_train_begin")
 
     def step_ended(self, step: int, line: Mapping[str, float]) -> bool:
         """True: the run ends here."""
-        self.state.global_step = step
+        self.state.global_step = step * self.updates_per_step
         self.state.epoch = step / self.steps_per_epoch
-        logs = {**line, Metric.STEP.value: float(step), "epoch": self.state.epoch}
+        logs = {**line, Metric.STEP.value: float(self.state.global_step), "epoch": self.state.epoch}
         self.state.log_history.append(logs)
         self._call("on_step_end")
         self._call("on_log", logs=logs)

@@ -19,6 +19,7 @@ from harness_rl.configfile import resolve_config
 from harness_rl.errors import UserError
 from harness_rl.learner.recipes import TRL_LOSS_ARGUMENTS, from_trl
 from harness_rl.trl.fields import Field, async_fields, grpo_fields
+from harness_rl.trl.placement import SHARED_FRACTION, shares_gpu
 
 log = logging.getLogger(__name__)
 
@@ -127,8 +128,9 @@ class FlatConfig:
             sections["run"]["steps"] = steps
         sections["learner"] |= self._schedule(steps, minibatches) | self._precision()
         length, iterations = self.max_completion_length, self.max_tool_calling_iterations
-        if length is not None:
-            sections["rollout"] |= {"max_conversation_tokens": length, "max_output_tokens_per_call": length}
+        if length is not None and length < 1:
+            raise ValueError(f"max_completion_length {length}: give a number of tokens, or None for no limit but the engine's window")
+        sections["rollout"] |= {"max_conversation_tokens": length or 0, "max_output_tokens_per_call": length or 0}
         sections["rollout"]["max_calls"] = 0 if iterations is None else iterations + 1
         sections["rollout"]["max_concurrent_rollouts"] = self._concurrent(groups)
         if self.top_k not in (0, -1, None) or self.min_p not in (0, None):
@@ -137,11 +139,16 @@ class FlatConfig:
             raise ValueError(f"train_sampling_strategy {self.train_sampling_strategy!r}: use 'random' or 'sequential'")
         if self.train_sampling_strategy == "sequential":
             sections["rollout"]["shuffle_tasks"] = False
-        checkpoint |= self._checkpoints(rows, groups)
+        checkpoint |= self._checkpoints(rows, groups, minibatches)
         sections["eval"] |= {"at_end": str(self.eval_strategy) not in ("no", "IntervalStrategy.NO"), "at_start": bool(self.eval_on_start)}
         if self.use_cpu or self.no_cuda:
             sections["learner"]["device"] = sections["engine"]["device"] = "cpu"
         sections["engine"] |= self._engine()
+        running = "url" in sections["engine"] or self.sections.get("engine", {}).get("url")
+        if not running and not (self.use_cpu or self.no_cuda) and shares_gpu(self.sections):
+            sections["sync"] = {"backend": "ipc"}
+            if self.arguments.get("vllm_gpu_memory_utilization") is None:
+                sections["engine"]["gpu_memory_fraction"] = SHARED_FRACTION
         window = (
             self.sections.get("engine", {}).get("max_model_len") or self.vllm_max_model_length or max(2048, (length or 0) + PROMPT_ROOM)
         )
@@ -195,7 +202,7 @@ class FlatConfig:
             return {"dtype": kind}
         return {"dtype": "float32"} if self.bf16 is False else {}
 
-    def _checkpoints(self, rows: int | None, groups: int) -> dict[str, Any]:
+    def _checkpoints(self, rows: int | None, groups: int, minibatches: int) -> dict[str, Any]:
         settings: dict[str, Any] = {} if self.save_total_limit is None else {"keep": max(1, self.save_total_limit)}
         if self.push_to_hub and not self.hub_model_id:
             raise ValueError("push_to_hub needs hub_model_id = 'owner/name'")
@@ -209,7 +216,7 @@ class FlatConfig:
             case "steps":
                 if not float(self.save_steps).is_integer():
                     raise ValueError(f"save_steps {self.save_steps}: give a number of steps")
-                return settings | {"every": int(self.save_steps)}
+                return settings | {"every": math.ceil(self.save_steps / minibatches)}
             case other:
                 raise ValueError(f"save_strategy {other!r}: use 'no', 'steps' or 'epoch'")
 

@@ -52,7 +52,7 @@ def _table(*parts: Iterable[Field]) -> dict[str, Field]:
 COMMON = _table(
     # -- the run ------------------------------------------------------------------------------------------------------------------------
     _honoured("the run folder: checkpoints, metrics, every rollout", output_dir=None),
-    _honoured("steps; -1: from num_train_epochs and the data set", max_steps=-1),
+    _honoured("optimizer steps, rounded up to whole batches: run.steps; -1: from num_train_epochs and the data set", max_steps=-1),
     _honoured("passes over the data set where max_steps is not set", num_train_epochs=3.0),
     _mapped(seed=("run.seed", 42)),
     _honoured(
@@ -94,7 +94,10 @@ COMMON = _table(
     _refused("mixture-of-experts models are trained without an auxiliary loss; leave it out", router_aux_loss_coef=None),
     # -- sampling -----------------------------------------------------------------------------------------------------------------------
     _mapped(num_generations=("rollout.num_generations", 8), temperature=("rollout.temperature", 1.0)),
-    _honoured("of the whole conversation, tool results included: rollout.max_conversation_tokens", max_completion_length=512),
+    _honoured(
+        "of the whole conversation, tool results included: rollout.max_conversation_tokens; None: what the engine's window holds",
+        max_completion_length=512,
+    ),
     _honoured("rounds of tool calls; None: until length ends it: rollout.max_calls", max_tool_calling_iterations=None),
     _mapped(chat_template_kwargs=("rollout.chat_template_kwargs", None)),
     _refused("tokens are trained with the logprobs of the whole distribution; use temperature alone", top_p=1.0, repetition_penalty=1.0),
@@ -104,7 +107,7 @@ COMMON = _table(
     _honoured("a running server: engine.url; left out, an engine is launched and ended with the run", vllm_server_base_url=None),
     _mapped(vllm_server_timeout=("engine.start_timeout_s", 240.0)),
     # -- checkpoints --------------------------------------------------------------------------------------------------------------------
-    _honoured("checkpoint.every; the last step is always saved", save_steps=500),
+    _honoured("optimizer steps, rounded up to whole batches: checkpoint.every; the last step is always saved", save_steps=500),
     _honoured("'no' and 'epoch' set checkpoint.every accordingly; 'best' is refused", save_strategy="steps"),
     _honoured("checkpoint.keep; left out, the last two are kept", save_total_limit=None),
     _accepted("a checkpoint holds what a resumed run needs", save_only_model=False, save_on_each_node=False, enable_jit_checkpoint=False),
@@ -320,7 +323,11 @@ GRPO = _table(
     ),
     _refused("tokens are trained with the logprobs of the whole distribution; use temperature alone", generation_kwargs=None),
     _refused("a grammar changes the distribution; constrain with a reward instead", vllm_structured_outputs_regex=None),
-    _honoured("colocate launches the engine here; server connects to vllm_server_base_url, or host and port", vllm_mode="colocate"),
+    _honoured(
+        "colocate launches the engine here; where one GPU is all there is, it shares it with the learner (sync.backend = ipc); "
+        "server connects to vllm_server_base_url, or host and port",
+        vllm_mode="colocate",
+    ),
     _honoured("engine.url, with vllm_mode = server", vllm_server_host="0.0.0.0", vllm_server_port=8000),
     _mapped(vllm_gpu_memory_utilization=("engine.gpu_memory_fraction", 0.3)),
     _honoured("engine.max_model_len; left out, max_completion_length and room for a prompt", vllm_max_model_length=None),
@@ -339,7 +346,10 @@ GRPO = _table(
 ASYNC = _table(
     _honoured("float32 or auto (float32 on CPU, bfloat16 on a GPU), bfloat16: learner.dtype", dtype="float32"),
     _honoured("constant, constant_with_warmup, linear and cosine; others are refused", lr_scheduler_type="constant"),
-    _honoured("of the whole conversation, tool results included: rollout.max_conversation_tokens", max_completion_length=2048),
+    _honoured(
+        "of the whole conversation, tool results included: rollout.max_conversation_tokens; None: what the engine's window holds",
+        max_completion_length=2048,
+    ),
     _honoured("learner.epsilon_low, learner.epsilon_high", epsilon=0.2, epsilon_high=None),
     _mapped(max_staleness=("rollout.max_staleness", 4), weight_sync_timeout=("sync.timeout_s", 1800)),
     _honoured("rollout.max_concurrent_rollouts; -1: max_staleness times a step's completions", max_inflight_tasks=-1),

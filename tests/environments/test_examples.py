@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import sys
+import tomllib
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -67,17 +69,49 @@ def test_catch_scores_where_the_ball_lands(moves: list[str], reward: float):
     assert game.get_reward() == reward
 
 
+def write_task(folder: Path) -> None:
+    [draft] = draft_split(["river", "stone", "cloud"], 1, "a")
+    for name, text in task_files(draft, "task").items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
 def test_the_bash_loop_is_shown_a_tasks_solution_as_one_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     example = importlib.import_module("train_harbor_bash")
-    [draft] = draft_split(["river", "stone", "cloud"], 1, "a")
-    for name, text in task_files(draft, "task").items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
+    write_task(tmp_path)
     [call, last] = example.demonstration({"task_path": str(tmp_path)})
     [bash] = call["tool_calls"]
     assert (bash["name"], last) == ("bash", {"content": "Done."})
     assert bash["arguments"]["command"] in (tmp_path / "solution" / "solve.sh").read_text().splitlines()
+
+
+def test_flags_that_would_have_no_effect_are_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Its rows are the tasks of a folder."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    example = importlib.import_module("train_harbor_bash")
+    for flag in ("--dataset-size", "--held-out"):
+        with pytest.raises(SystemExit):
+            example.parse([flag, "3"])
+    write_task(tmp_path / "task")
+    assert example.trainer(example.parse(["--cpu", "--tasks", str(tmp_path)])).config.sandbox.kind == "local"
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
+def test_a_script_says_what_it_needs(script: Path):
+    """PEP 723: what `uv run` and `pipx run` install."""
+    text, project = script.read_text(), tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    header = re.match(r"# /// script\n((?:# .*\n)+?)# ///\n", text)
+    assert header is not None, f"{script.name} does not begin with its header"
+    stated = tomllib.loads("".join(line.removeprefix("# ") for line in header[1].splitlines(keepends=True)))
+    assert stated["requires-python"] == project["requires-python"]
+    [ours] = [name for name in stated["dependencies"] if name.startswith(project["name"])]
+    extra = ours.removeprefix(project["name"]).strip("[]")
+    assert not extra or extra in project["optional-dependencies"]
+    if "openenv_server" in text or "add_server" in text:
+        assert extra == "openenv"
+    if "HarborEnvironment" in text or "HarborSessionFactory" in text:
+        assert extra == "harbor"
 
 
 def test_the_rows_are_plain_data():

@@ -199,6 +199,27 @@ async def test_rule_19_in_reset_a_session_may_be_tried_again_as_long_as_the_game
     assert await played(bench, game(client_class, tool, played_on)) is Cause.ENVIRONMENT_LOST
 
 
+async def test_environments_that_share_a_server_need_room_for_all_their_instances(module: ModuleType, monkeypatch: pytest.MonkeyPatch):
+    """An idle instance of one kind keeps its session while the other kind's games run."""
+    module.EnvClient = client_class = older_client()
+    asked: list[tuple[str, int, int]] = []
+
+    async def check_room(url: str, sessions: int, kinds: int) -> None:
+        asked.append((url, sessions, kinds))
+
+    async def elsewhere(env: Any) -> None:
+        env.client = client_class("http://others")
+        await env.client.say("reset")
+
+    async def tool(env: Any) -> None: ...
+
+    monkeypatch.setattr("harness_rl.sessions.environment_factory.check_room", check_room)
+    kinds = {"easy": game(client_class, tool), "hard": game(client_class, tool), "other": game(client_class, tool, elsewhere)}
+    factory = EnvironmentSessionFactory(kinds, rows=[{"prompt": "Play.", "environment": name} for name in kinds])
+    await factory.check_servers(8)
+    assert asked == [("http://games", 16, 2), ("http://others", 8, 1)]
+
+
 async def test_two_sessions_that_reset_has_opened_are_two_players(bench: Bench, module: ModuleType):
     module.EnvClient = client_class = older_client()
 

@@ -6,17 +6,39 @@ import asyncio
 import contextlib
 import itertools
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from environments.bench import PLAY, Bench, call, generation_of
 
 from harness_rl import GRPOConfig, GRPOTrainer
+from harness_rl.config import RunConfig
 from harness_rl.learner.rows import verify_row
 from harness_rl.orchestrator.accounts import settle
 from harness_rl.orchestrator.journal import GroupState
 from harness_rl.orchestrator.resume import restore
 from harness_rl.orchestrator.stepmetrics import step_metrics
+from harness_rl.sessions.environments import LocalSandboxes
+
+
+class Boxed(LocalSandboxes):
+    """Its instances keep sandboxes of this machine."""
+
+    limits: ClassVar[list[int]] = []
+
+    def reset(self, **columns: Any) -> None:
+        assert self.run_sandbox is not None
+        self.limits.append(self.run_sandbox.memory_mb)
+
+    def get_reward(self) -> float:
+        return 1.0
+
+
+async def test_the_runs_limits_of_sandboxes_reach_the_environment(bench: Bench):
+    bench.config = RunConfig.model_validate({"sandbox": {"memory_mb": 333}, "rollout": {"seal_grace_s": 0.1}})
+    bench.engine.say("Done.")
+    await bench.play(bench.factory(Boxed))
+    assert Boxed.limits == [333]
 
 
 class SessionLostError(ConnectionError): ...

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 from environments.bench import PLAY, Bench, call
 
 from capture_proxy.trace import TrainingTrace
-from harness_rl import GRPOTrainer
+from harness_rl import GRPOConfig, GRPOTrainer
 from harness_rl.errors import Cause, UserError
 from harness_rl.learner.rows import build_rows, verify_row
 from harness_rl.sessions.base import RolloutFailure
@@ -290,6 +292,45 @@ def test_rule_17_it_owns_its_environments_and_tools():
 
     with pytest.raises(UserError, match="give a plain function"):
         EnvironmentSessionFactory(rows=[{"prompt": PLAY}], reward_funcs=one, rollout_func=UsersLoop(later, None, False))
+
+
+async def test_the_samples_are_decoded_once_and_beside_the_event_loop(bench: Bench):
+    threads: list[threading.Thread] = []
+
+    class Threaded(Tokenizer):
+        def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+            threads.append(threading.current_thread())
+            return super().decode(ids)
+
+    def rollout(prompts, trainer):
+        return sampled(trainer.generate(prompts))
+
+    users = loop(bench, rollout)
+    users.trainer.processing_class = Threaded(bench)
+    bench.engine.say("e4")
+    await bench.play(bench.factory(rollout_func=users, reward_funcs=one))
+    assert len(threads) == 1 and threads[0] is not threading.current_thread()
+
+
+@pytest.mark.parametrize("ask", ["train", "evaluate"])
+def test_a_tokenizer_that_cannot_be_had_is_one_line_before_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ask: str):
+    def rollout(prompts, trainer):
+        return {}
+
+    def missing(folder: Path) -> None:
+        raise UserError("processing_class: transformers is not installed")
+
+    monkeypatch.setattr("harness_rl.trainer.load_tokenizer", missing)
+    monkeypatch.setattr("harness_rl.trainer.resolve_model", lambda name: str(tmp_path))
+    monkeypatch.setattr("harness_rl.orchestrator.main.resolve_model", lambda name: str(tmp_path))
+    monkeypatch.setattr("harness_rl.trainer.run_until_signal", lambda *_: pytest.fail("the run began"))
+    rows, args = [{"prompt": PLAY}], GRPOConfig(output_dir=tmp_path / "run", max_steps=1)
+    trainer = GRPOTrainer("m", one, args, rows, rows, rollout_func=rollout)
+    with pytest.raises(UserError, match="transformers is not installed"):
+        getattr(trainer, ask)()
+    trainer = GRPOTrainer("m", one, args, rows, rows, rollout_func=rollout, processing_class="tokenizer")
+    with pytest.raises(UserError, match=r"a str has no decode\(\), which a rollout_func needs"):
+        getattr(trainer, ask)()
 
 
 def test_rule_17_the_trainer_offers_what_scripts_read():

@@ -13,6 +13,7 @@ import openenv_multi_env
 import openenv_sudoku
 import openenv_wordle
 import pytest
+import train_browsergym
 from environments.bench import Bench, call
 from envs import options as flags
 from envs.textarena_env.words import SECRETS
@@ -190,6 +191,34 @@ def test_the_flags_reach_the_config(server: str, tmp_path):
     config = openenv_wordle.trainer(options, f"{server}/wordle").config
     assert (config.engine.url, config.rollout.num_generations, config.rollout.groups_per_step) == ("http://box:8000", 4, 8)
     assert (config.learner.learning_rate, config.warmup.enabled, config.rollout.max_concurrent_rollouts) == (2e-6, False, 32)
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "enabled"),
+    [
+        (openenv_wordle, [], True),
+        (openenv_wordle, ["--cpu"], True),
+        (openenv_wordle, ["--cpu", "--no-warm-start"], False),
+        (openenv_wordle, ["--short", "--no-warm-start"], False),
+        (train_browsergym, [], False),
+        (train_browsergym, ["--warm-start"], True),
+        (train_browsergym, ["--cpu"], True),
+        (train_browsergym, ["--short", "--no-warm-start"], False),
+        (train_browsergym, ["--cpu", "--env-url", "https://x.hf.space"], False),  # its tasks have no solutions
+    ],
+)
+def test_the_flag_for_a_warm_start_has_the_last_word(tmp_path, module: Any, arguments: list[str], enabled: bool):
+    trainer = module.trainer(small(module, tmp_path, *arguments), "http://127.0.0.1:9")
+    assert trainer.config.warmup.enabled is enabled
+
+
+def test_held_out_games_are_others_than_those_that_are_trained(tmp_path):
+    for module, urls, each in ((openenv_echo, 1, 1), (openenv_multi_env, 2, 2)):
+        options = small(module, tmp_path, "--held-out", "2")
+        trainer = module.trainer(options, *["http://127.0.0.1:9"] * urls)
+        trained, held = trainer.factory.prompt_rows(), trainer._eval.prompt_rows()
+        assert (len(trained), len(held), trainer.config.eval.at_start) == (3 * each, 2, True)
+        assert not [row for row in held if row in trained]
 
 
 def test_a_script_trains_or_measures(monkeypatch, capsys, server: str, tmp_path):

@@ -43,6 +43,13 @@ def counted(url: str) -> dict[str, int]:
     return dict(httpx.get(f"{url}/counts").json())
 
 
+async def test_held_out_tasks_are_not_trained(sums: str, tmp_path: Path):
+    arguments = ["--env-url", sums, "--output-dir", str(tmp_path / "run"), "--model", "m", "--dataset-size", "2", "--held-out", "2"]
+    trainer = train_openreward.trainer(train_openreward.parse(arguments), OpenReward(sums))
+    trained, held = trainer.factory.prompt_rows(), trainer._eval.prompt_rows()
+    assert (len(trained), len(held)) == (2, 2) and not [row for row in held if row in trained]
+
+
 async def test_a_whole_episode(bench: Bench, sums: str, tmp_path: Path):
     factory = prepared(bench, sums, tmp_path)
     assert len(factory.prompt_rows()) == TASKS

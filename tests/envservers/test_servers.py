@@ -127,6 +127,8 @@ async def test_rule_18_room_is_counted_by_sessions_that_are_open_at_once_and_giv
         await check_room(server, 64)
     with pytest.raises(UserError, match=r"takes 64 sessions at once, and 65 episodes .*'max_concurrent_rollouts': 64}"):
         await check_room(server, 65)
+    with pytest.raises(UserError, match=r"takes 64 .*, and 2 environments hold up to 66 between them .*'max_concurrent_rollouts': 32}"):
+        await check_room(server, 66, 2)
     await check_room(server, 64)
 
 

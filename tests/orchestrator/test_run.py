@@ -223,6 +223,12 @@ async def test_the_last_evaluation_waits_for_the_last_weights_where_a_run_ends_b
     await asyncio.wait_for(run._catch_up(learner), 1)
     await asyncio.wait_for(run._catch_up(learner), 1)
     assert asked == ["resync"]
+    # An engine that outlives the run gets them too, without an evaluation; one that was launched here does not.
+    for url, wanted in ((None, 1), ("http://gpu1:8000", 2)):
+        run.config = RunConfig.model_validate({"engine": {"url": url}})
+        run.generation.pacer.version, pushed = 4, iter([Message("sync_done", {})])
+        await asyncio.wait_for(run._finish(learner, None), 1)
+        assert len(asked) == wanted
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from harness_rl.orchestrator import proxy_process
 from harness_rl.orchestrator import services as module
 from harness_rl.orchestrator.proxy_process import start_proxy
 from harness_rl.orchestrator.services import Services, tokenizer_file
+from harness_rl.sandboxes.reaper import LeakReport, ReapReport
 from harness_rl.sessions.capture import mint
 
 NOBODY = "http://127.0.0.1:9"
@@ -76,6 +77,27 @@ async def until_restarted(services: Services, times: int = 1) -> None:
         while services.proxy.restarts < times:
             await asyncio.sleep(0.02)
         await services.for_sessions().proxy_up.wait()
+
+
+@pytest.mark.parametrize(("kind", "wanted"), [("local", ["able", "reap", "audit"]), ("none", [])])
+async def test_local_sandboxes_are_checked_and_reclaimed_before_a_run_and_audited_after_it(tmp_path, monkeypatch, kind, wanted):
+    seen: list[str] = []
+    engine = SimpleNamespace(url=NOBODY, model="policy", require=lambda **_: None, stop=AsyncMock())
+    proxy = SimpleNamespace(stop=AsyncMock())
+    for name, word, answer in (("refuse_unless_able", "able", None), ("reap", "reap", ReapReport()), ("audit", "audit", LeakReport())):
+        monkeypatch.setattr(module, name, lambda word=word, answer=answer: seen.append(word) or answer)
+    monkeypatch.setattr(module, "connect_all", AsyncMock(return_value=[engine]))
+    monkeypatch.setattr(module, "start_proxy", AsyncMock(return_value=proxy))
+    config = RunConfig.model_validate({"run": {"dir": tmp_path}, "engine": {"url": NOBODY}, "sandbox": {"kind": kind}})
+    async with module.services(config, tmp_path, RunState("test", 1)):
+        assert seen == wanted[:2]
+    assert seen == wanted
+
+
+async def test_a_limit_of_zero_tokens_is_none(tmp_path):
+    config = RunConfig.model_validate({"rollout": {"max_conversation_tokens": 0, "max_output_tokens_per_call": 0}})
+    limits = Services(config, FakeEngine(), SimpleNamespace(client=None, handoff_socket=None), RunState("test", 1)).for_sessions().limits
+    assert (limits["max_conversation_tokens"], limits["max_output_tokens_per_call"], limits["max_context_tokens"]) == (None, None, 1024)
 
 
 async def test_a_dead_proxy_is_started_again_at_its_address_and_knows_the_version(tmp_path):

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from orchestrator.fakes import FakeFactory
+from orchestrator.fakes import FakeFactory, outcome, trace
 
 from harness_rl.config import RunConfig
 from harness_rl.errors import UserError
 from harness_rl.learner.link import Message
-from harness_rl.orchestrator.warmup import Check, Target, _checkpoint, _publish, read_warm_start, warm_start_path
+from harness_rl.metrics import RunState
+from harness_rl.orchestrator.journal import Journal
+from harness_rl.orchestrator.rollout import RolloutRunner
+from harness_rl.orchestrator.schedule import TaskOrder
+from harness_rl.orchestrator.warmup import (
+    Check,
+    Target,
+    _checkpoint,
+    _publish,
+    _train,
+    make_scripts,
+    read_warm_start,
+    warm_start_path,
+)
 from harness_rl.sessions.harbor import HarborSessionFactory
 
 
@@ -43,22 +58,74 @@ def test_a_warm_start_is_named_by_everything_it_depends_on(task, tmp_path, monke
     model.mkdir()
     (model / "config.json").write_text("{}")
     rows = [{"prompt": "Write a to b.txt.", "task_path": str(task)}]
-    config = RunConfig()
     factory = FakeFactory(lambda task, episode: None)
-    names = {"before": warm_start_path(config, factory, model, rows)}
-    assert (
-        warm_start_path(RunConfig.model_validate({"learner": {"learning_rate": 1.0}, "run": {"steps": 3}}), factory, model, rows)
-        == names["before"]
-    )
-    names["warm-up"] = warm_start_path(RunConfig.model_validate({"warmup": {"learning_rate": 1e-4}}), factory, model, rows)
-    names["seed"] = warm_start_path(RunConfig.model_validate({"run": {"seed": 1}}), factory, model, rows)
+
+    def name(**sections):
+        config = RunConfig.model_validate(sections)
+        return warm_start_path(config, factory, model, rows, [factory.demonstration(row) for row in rows])
+
+    names = {"before": name()}
+    assert name(learner={"learning_rate": 1.0}, run={"steps": 3}) == names["before"]
+    names["warm-up"] = name(warmup={"learning_rate": 1e-4})
+    names["seed"] = name(run={"seed": 1})
     (task / "solution" / "solve.sh").write_text("echo c > b.txt\n")
-    names["solution"] = warm_start_path(config, factory, model, rows)
+    names["solution"] = name()
     factory.identity = lambda: {"harness": "another"}
-    names["agent"] = warm_start_path(config, factory, model, rows)
+    names["agent"] = name()
     (model / "config.json").write_text('{"a": 1}')
-    names["model"] = warm_start_path(config, factory, model, rows)
+    names["model"] = name()
     assert len(set(names.values())) == len(names)
+
+
+async def test_demonstrations_are_made_one_at_a_time_while_the_run_goes_on():
+    """One may be a whole game: it must neither stop the event loop nor need more than one session of a server."""
+    running, together = 0, []
+
+    def game(row):
+        nonlocal running
+        running += 1
+        together.append(running)
+        assert here.wait(10), "the event loop stood still"
+        here.clear()
+        running -= 1
+        return [{"content": row["prompt"]}]
+
+    here = threading.Event()
+    factory = FakeFactory(lambda task, episode: None)
+    factory.demonstration = game
+    making = asyncio.create_task(make_scripts(factory, [{"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"}]))
+    while not making.done():
+        here.set()
+        await asyncio.sleep(0.01)
+    assert [script[0]["content"] for script in making.result()] == ["a", "b", "c"]
+    assert together == [1, 1, 1]
+
+
+async def test_demonstrations_and_measurement_together_keep_to_the_runs_bound(tmp_path):
+    """A server that was checked for so many episodes gets no more, also where the learner is faster than the next demonstrations."""
+
+    async def play(task, episode):
+        await asyncio.sleep(0.05 if episode.startswith("demo") else 0.02)
+        made = trace()
+        made.turns[0].metadata["origin"] = "demonstration"
+        return outcome(1.0, trace=made)
+
+    async def send_batch(step, rows, timeout):
+        learner.sent = step
+
+    async def following(timeout):
+        learner.last_checkpoint = {"step": learner.sent, "path": str(tmp_path)}
+        return Message("result", {"metrics": {"updates": 1}})
+
+    factory, journal = FakeFactory(play), Journal(tmp_path / "journal.sqlite")
+    learner = SimpleNamespace(link=SimpleNamespace(send_batch=send_batch), next=following, last_checkpoint=None, sent=0)
+    warmup = {"demonstrations": 12, "batch": 4, "check_from": 4, "target_low": 0.9, "target_high": 1.0}
+    config = RunConfig.model_validate({"rollout": {"max_concurrent_rollouts": 2}, "warmup": warmup})
+    rows = factory.prompt_rows()
+    order = TaskOrder([(row, [{"content": "Done."}]) for row in rows], seed=0, shuffle=False)
+    runner = RolloutRunner(factory, journal, None, 0)
+    ended = await _train(config, runner, order, rows, learner, RunState("t", 1))
+    assert (ended.success, factory.most_open) == (1.0, 2)
 
 
 @pytest.mark.parametrize(

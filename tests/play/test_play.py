@@ -90,6 +90,17 @@ def test_rule_13_a_policy_that_plays_well_is_told_from_one_that_does_not(capsys,
     assert (code, lines) == (0, ["episode 0: reward 0.500 (quick 0.500), 0 calls, 0 of them failed"])
 
 
+def test_rewards_are_weighed_as_in_training(capsys, games: Path):
+    rewards = ["--reward", f"{games}:near", "--reward", f"{games}:quick", "--columns", '{"secret": 5}']
+    wins = ["--policy", f"{games}:bisect", "--json"]
+    near, quick = 1.0, 0.5
+    for weights, wanted in (((), near + quick), (("--reward-weights", "1", "0.2"), near + 0.2 * quick)):
+        _, lines = played(capsys, f"{games}:Guess", *rewards, *wins, *weights)
+        assert json.loads(lines[0])["reward"] == pytest.approx(wanted)
+    assert main(["play", f"{games}:Guess", *rewards, *wins, "--reward-weights", "1"]) == 2
+    assert "reward_weights: 1 weights for 2 reward functions" in capsys.readouterr().err
+
+
 def test_many_episodes_have_a_mean_an_interval_and_what_could_not_be_scored(capsys, games: Path):
     rows = ["--columns", '{"secret": 5}', "--columns", '{"secret": 99}', "--columns", '{"secret": 1}']
     code, lines = played(

@@ -8,6 +8,7 @@ import textwrap
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from environments.bench import call
@@ -17,6 +18,9 @@ from harness_rl import GRPOConfig, GRPOTrainer
 from harness_rl.cli import main
 from harness_rl.engines.probe import EngineInfo
 from harness_rl.engines.vllm import Engine
+from harness_rl.errors import UserError
+from harness_rl.orchestrator.main import whose_weights
+from harness_rl.sessions.environments import LocalSandboxes
 
 
 class Level:
@@ -90,6 +94,39 @@ def test_an_evaluation_is_sampled_and_greedy_and_says_how_sure_it_is(engine: Fak
     assert (found["eval_reward_low"], found["eval_reward_high"]) == (pytest.approx(0.188, abs=1e-3), pytest.approx(0.812, abs=1e-3))
     assert found["eval_greedy_reward"] == pytest.approx(0.5) and found["eval_greedy_unscored"] == 1.0
     assert (temperatures(engine).count(1.0), temperatures(engine).count(0.0)) == (2 * 4 * 2, 4 * 2)
+
+
+def test_an_evaluation_on_a_running_engine_says_that_it_is_of_the_weights_there(tmp_path: Path, capsys):
+    def running(version: str | None) -> Engine:
+        return Engine("http://gpu1:8000", EngineInfo("0.32.0", "policy", 4096, True, False, version, None, True))
+
+    for version, words in (("ab12-30", "http://gpu1:8000: ab12-30"), (None, "http://gpu1:8000: unknown")):
+        said = whose_weights(SimpleNamespace(engine=running(version), others=[]), tmp_path)
+        assert said.startswith(f"scoring the weights that the running engine holds (version by its own account: {words}); {tmp_path} is")
+    config = tmp_path / "c.toml"
+    config.write_text('[engine]\nurl = "http://gpu1:8000"\n[tasks]\neval = "examples/tasks/quickstart/eval"\n')
+    assert main(["eval", str(config), "--model", "other"]) == 2
+    assert "eval: --model other: engine.url is a running engine, whose weights are scored; leave one of them out" in capsys.readouterr().err
+
+
+class Boxed(LocalSandboxes, Level):
+    """Its instances keep sandboxes of this machine."""
+
+
+def test_environments_with_sandboxes_ask_this_machine_first(
+    engine: FakeEngine, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def unable() -> None:
+        raise UserError("this machine cannot run the local sandbox: user id 1000")
+
+    monkeypatch.setattr("harness_rl.orchestrator.services.refuse_unless_able", unable)
+    rows = [{"prompt": "Play.", "task_name": "level 1", "level": 1}]
+    args = GRPOConfig(output_dir=tmp_path / "run", max_steps=1, vllm_mode="server", vllm_server_base_url=engine.url)
+    trainer = GRPOTrainer(str(model), args=args, train_dataset=rows, environment_factory=Boxed)
+    with pytest.raises(UserError, match="cannot run the local sandbox"):
+        trainer.train()
+    with pytest.raises(UserError, match="cannot run the local sandbox"):
+        trainer.evaluate(rows, samples=1)
 
 
 def test_the_command_line_evaluates_a_scripts_trainer(engine: FakeEngine, model: Path, tmp_path: Path, capsys):

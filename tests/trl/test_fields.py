@@ -15,6 +15,7 @@ from harness_rl.errors import UserError
 from harness_rl.trl.config import LEARNED, AsyncGRPOConfig, GRPOConfig
 from harness_rl.trl.docs import render
 from harness_rl.trl.fields import ARGUMENTS, ASYNC, COMMON, GRPO, Field, async_fields, grpo_fields
+from harness_rl.trl.placement import visible_gpus
 
 ROOT = Path(__file__).resolve().parents[2]
 TRL = json.loads((Path(__file__).parent / "trl_1_16_0.json").read_text())
@@ -131,6 +132,7 @@ def get(config: RunConfig, target: str) -> Any:
         ({"steps_per_generation": 1, "gradient_accumulation_steps": 4}, {"rollout.groups_per_step": 4, "learner.minibatches": 1}),
         # budgets
         ({"max_completion_length": 300}, {"rollout.max_conversation_tokens": 300, "rollout.max_output_tokens_per_call": 300}),
+        ({"max_completion_length": None}, {"rollout.max_conversation_tokens": 0, "rollout.max_output_tokens_per_call": 0}),
         ({"max_tool_calling_iterations": 5}, {"rollout.max_calls": 6}),
         ({}, {"rollout.max_calls": 0, "rollout.max_conversation_tokens": 512, "rollout.max_concurrent_rollouts": 8}),
         # on-policy
@@ -166,6 +168,9 @@ def get(config: RunConfig, target: str) -> Any:
         # checkpoints and evaluation
         ({"save_strategy": "no"}, {"checkpoint.every": 0}),
         ({"save_steps": 7, "save_total_limit": 3}, {"checkpoint.every": 7, "checkpoint.keep": 3}),
+        # ... in optimizer steps, of which a batch may have several
+        ({"save_steps": 100, "max_steps": 1000, "steps_per_generation": 4}, {"checkpoint.every": 25, "run.steps": 250}),
+        ({"save_steps": 10, "steps_per_generation": 4}, {"checkpoint.every": 3}),
         ({"push_to_hub": True, "hub_model_id": "me/x"}, {"checkpoint.push_to_hub": "me/x", "checkpoint.hub_private": True}),
         ({"push_to_hub": True, "hub_model_id": "me/x", "hub_private_repo": False}, {"checkpoint.hub_private": False}),
         ({"hub_model_id": "me/x"}, {"checkpoint.push_to_hub": None}),
@@ -210,6 +215,33 @@ def test_async_grpo_config_honours(arguments: dict[str, Any], expected: dict[str
 
 
 @pytest.mark.parametrize(
+    ("gpus", "arguments", "expected"),
+    [
+        (1, {}, ("ipc", 0.3)),
+        (1, {"vllm_gpu_memory_utilization": 0.5}, ("ipc", 0.5)),
+        (1, {"engine": {"gpu_memory_fraction": 0.4}}, ("ipc", 0.4)),
+        (1, {"sync": {"backend": "gloo"}}, ("gloo", 0.3)),
+        (1, {"vllm_mode": "server"}, ("auto", 0.85)),
+        (1, {"engine": {"url": "http://x:1"}}, ("auto", 0.85)),
+        (1, {"use_cpu": True}, ("auto", 0.85)),
+        (1, {"sync": {"lora": "adapter"}, "learner": {"lora_rank": 8}}, ("auto", 0.85)),
+        (0, {}, ("auto", 0.85)),
+        (2, {}, ("auto", 0.85)),
+    ],
+)
+def test_an_engine_that_is_launched_beside_the_learner_on_one_gpu_shares_it(monkeypatch, tmp_path, gpus, arguments, expected):
+    for name in ("nvidiactl", "nvidia-uvm", *(f"nvidia{number}" for number in range(3))):
+        (tmp_path / name).touch()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus))))
+    assert visible_gpus(tmp_path) == gpus
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert visible_gpus(tmp_path) == 3
+    monkeypatch.setattr("harness_rl.trl.placement.visible_gpus", lambda: gpus)
+    config = GRPOConfig(**arguments).config
+    assert (config.sync.backend, config.engine.gpu_memory_fraction) == expected
+
+
+@pytest.mark.parametrize(
     ("arguments", "words"),
     [
         ({"per_device_train_batch_size": 6}, r"a batch of 6 completions .* must be a multiple of num_generations \(8\)"),
@@ -224,6 +256,7 @@ def test_async_grpo_config_honours(arguments: dict[str, Any], expected: dict[str
         ({"save_strategy": "best"}, "save_strategy 'best'"),
         ({"vllm_mode": "local"}, "vllm_mode 'local'"),
         ({"vllm_mode": "server", "vllm_tensor_parallel_size": 2}, "give them to your server"),
+        ({"max_completion_length": 0}, "max_completion_length 0: give a number of tokens, or None"),
         ({"temperature": 0.0}, "rollout.temperature"),
         ({"num_generation": 4}, "unknown argument 'num_generation'; did you mean 'num_generations'"),
         ({"learning_rate": 1e-5, "learner": {"learning_rate": 1e-4}}, "learning_rate and learner=.* say the same thing"),

@@ -15,7 +15,9 @@ import pytest
 
 import harness_rl
 from harness_rl import AsyncGRPOConfig, AsyncGRPOTrainer, GRPOConfig, GRPOTrainer
+from harness_rl.config import SandboxSection
 from harness_rl.errors import HarnessRLError, UserError
+from harness_rl.sessions.environments import LocalSandboxes
 from harness_rl.trl.callbacks import Callbacks, TrainerState, checked_callbacks
 from harness_rl.trl.tokenizer import check_template
 
@@ -94,8 +96,46 @@ def test_the_asynchronous_trainer_takes_the_same_script():
     trainer = AsyncGRPOTrainer("smollm2-135m", reward, AsyncGRPOConfig(max_steps=5), ROWS, environment_factory=MyEnv)
     assert (trainer.config.run.steps, trainer.config.rollout.max_staleness, trainer.config.run.name) == (5, 4, "AsyncGRPOConfig")
     assert (trainer.config.rollout.agent_timeout_s, trainer.config.rollout.deadline_s) == (1800.0, 2160.0)
-    args = AsyncGRPOConfig(max_steps=5, rollout={"agent_timeout_s": 5.0})
-    assert AsyncGRPOTrainer("m", reward, args, ROWS, environment_factory=MyEnv).config.rollout.agent_timeout_s == 5.0
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [
+        ({"agent_timeout_s": 5.0}, (5.0, 6.0)),
+        ({"agent_timeout_s": 3600.0}, (3600.0, 4320.0)),
+        ({"deadline_s": 60.0}, (50.0, 60.0)),
+        ({"agent_timeout_s": 10.0, "deadline_s": 100.0}, (10.0, 100.0)),
+    ],
+)
+def test_one_of_the_two_limits_moves_the_other_so_that_a_conversation_out_of_time_is_scored(given, seconds):
+    args = AsyncGRPOConfig(max_steps=5, rollout=given)
+    rollout = AsyncGRPOTrainer("m", reward, args, ROWS, environment_factory=MyEnv).config.rollout
+    assert (rollout.agent_timeout_s, rollout.deadline_s) == pytest.approx(seconds)
+
+
+class Boxed(LocalSandboxes, MyEnv):
+    """Its instances keep sandboxes of this machine."""
+
+
+class Limited(Boxed):
+    own_sandbox = SandboxSection(memory_mb=100)
+
+
+@pytest.mark.parametrize(
+    ("environment", "given", "words"),
+    [
+        (MyEnv, {"memory_mb": 2000}, r"sandbox.memory_mb has no effect: no environment here keeps sandboxes"),
+        (MyEnv, {"kind": "local", "pids": 20}, r"sandbox.pids has no effect"),
+        (Boxed, {"kind": "none"}, r"sandbox.kind = none, and Boxed keeps local sandboxes"),
+        (Limited, {"memory_mb": 2000}, r"sandbox=\{'memory_mb': ...\} and Limited\(sandbox=...\) say the same thing"),
+    ],
+)
+def test_a_setting_of_sandboxes_that_would_reach_none_is_refused(environment, given, words):
+    with pytest.raises(UserError, match=words):
+        GRPOTrainer("m", reward, GRPOConfig(max_steps=3, sandbox=given), ROWS, environment_factory=environment)
+    args = GRPOConfig(max_steps=3, sandbox={"stop_timeout_s": 5.0})
+    trainer = GRPOTrainer("m", reward, args, ROWS, environment_factory=environment)
+    assert trainer.config.sandbox.kind == ("none" if environment is MyEnv else "local")
 
 
 def test_without_a_config_the_run_is_named_after_the_model():
@@ -299,6 +339,24 @@ class Recorder:
 
     def on_train_end(self, args, state, control, **kwargs):
         self.heard.append("end")
+
+
+@pytest.mark.parametrize("asked", [{"eval_strategy": "steps"}, {"eval_on_start": True}, {"eval": {"at_end": True}}])
+def test_an_evaluation_of_nothing_is_refused(asked):
+    with pytest.raises(UserError, match=r"an evaluation is asked for \(eval_strategy, eval_on_start\), and eval_dataset is missing"):
+        GRPOTrainer("m", reward, GRPOConfig(max_steps=3, **asked), ROWS, environment_factory=MyEnv)
+    GRPOTrainer("m", reward, GRPOConfig(max_steps=3, **asked), ROWS, ROWS[:2], environment_factory=MyEnv)
+
+
+def test_a_callback_counts_optimizer_steps_as_max_steps_does():
+    recorder = Recorder(stop_at=8)
+    args = GRPOConfig(max_steps=12, steps_per_generation=4)
+    trainer = GRPOTrainer("m", reward, args, ROWS, environment_factory=MyEnv, callbacks=[recorder])
+    assert (trainer.config.run.steps, trainer.state.max_steps) == (3, 12)
+    trainer._observer.begun(0)
+    assert [trainer._observer.step_ended(step, {"reward": 0.5}) for step in (1, 2)] == [False, True]
+    assert [heard[1] for heard in recorder.heard if heard[0] == "step"] == [4, 8]
+    assert [line["step"] for line in trainer.state.log_history] == [4.0, 8.0]
 
 
 def test_callbacks_hear_of_each_step_and_can_end_the_run():
