@@ -14,6 +14,7 @@ from shell import sh
 
 from harness_rl.sandboxes import transfer
 from harness_rl.sandboxes.errors import RuntimeRequestError, SandboxBuildFailedError
+from harness_rl.sandboxes.launch import DEFAULT_PATH
 from harness_rl.sandboxes.ledger import Ledger
 from harness_rl.sandboxes.reaper import audit
 from harness_rl.sandboxes.sandbox import Sandbox, SandboxSpec
@@ -300,3 +301,64 @@ async def test_clean_works_when_the_tools_were_replaced(start_sandbox: Any) -> N
         "/tests:",
         "/etc/hostname",
     ]
+
+
+SITE = "/root/.local/lib/python3.11/site-packages"
+
+
+@pytest.mark.parametrize(
+    ("attack", "found"),
+    [
+        ("/usr/bin/rm /bin; mkdir /bin; ln -s /usr/bin/* /bin/", ["/bin"]),
+        ("/usr/bin/rm /sbin; ln -s /tmp /sbin", ["/sbin"]),
+        ("mkdir /tmp/lib; ln -s /usr/lib/* /tmp/lib/; ln -sfn /tmp/lib /lib", ["/lib"]),
+        ("rm /usr/bin/tee", ["/usr/bin/tee"]),
+        ("rm -r /usr/lib/python3/dist-packages; mkdir /usr/lib/python3/dist-packages", None),
+        ("mkdir -p /usr/local/sbin; ln -s /bin/true /usr/local/sbin/timeout", ["/usr/local/sbin/timeout (in front of another)"]),
+        (f"mkdir -p {SITE}; echo import os > {SITE}/x.pth", [f"{SITE}/x.pth (loaded by itself)"]),
+        ("sed -i s,/root,/tmp, /etc/passwd", ["/etc/passwd"]),
+        ("ln -sfn /tmp/awk /etc/alternatives/awk", ["/etc/alternatives/awk"]),
+        ("echo >> /lib/x86_64-linux-gnu/libc.so.6", ["/usr/lib/x86_64-linux-gnu/libc.so.6"]),
+    ],
+)
+async def test_replaced_programs_are_seen_wherever_they_are(start_sandbox: Any, attack: str, found: list[str] | None) -> None:
+    sandbox = await start_sandbox()
+    await sh(sandbox, attack)
+    report = await sandbox.clean(["/tests"], search=DEFAULT_PATH.split(":"), work="/app")
+    if found is None:
+        assert len(report["replaced"]) > 3 and all(name.startswith("/usr/lib/python3/dist-packages/") for name in report["replaced"])
+    else:
+        assert report["replaced"] == found
+    assert report["hindered"] == []
+
+
+async def test_installed_packages_are_not_taken_for_replaced_programs(start_sandbox: Any, tmp_path: Path) -> None:
+    """pip without a network, a library that the loader is told of, an account, a touched file; a compiled module goes."""
+    sandbox = await start_sandbox()
+    (tmp_path / "p").mkdir()
+    (tmp_path / "p" / "setup.py").write_text("from setuptools import setup\nsetup(name='mine', version='1', py_modules=['mine'])\n")
+    (tmp_path / "p" / "mine.py").write_text("")
+    await transfer.upload_dir(sandbox, tmp_path / "p", "/app/p")
+    install = "cd /app/p && pip install -q --no-build-isolation --break-system-packages --no-deps . && python3 -c 'import mine'"
+    assert (await sh(sandbox, install)).code == 0
+    library = "sed s/libz.so.1/libq.so.1/g /lib/x86_64-linux-gnu/libz.so.1 > /usr/local/lib/libq.so.1; ldconfig; ldconfig -p | grep libq"
+    assert (await sh(sandbox, library)).code == 0
+    assert (await sh(sandbox, "useradd -m me && touch /usr/bin/git && printf x > /usr/local/bin/mine")).code == 0
+    pyc = "/usr/lib/python3.11/__pycache__/os.cpython-311.opt-1.pyc"
+    assert (await sh(sandbox, f"echo bad > {pyc}; ls {pyc}")).code == 0
+    report = await sandbox.clean(["/tests"], search=DEFAULT_PATH.split(":"), work="/app")
+    assert (report["replaced"], report["hindered"]) == ([], [])
+    assert (await sh(sandbox, f"ls {pyc}")).code != 0
+
+
+async def test_what_is_in_a_verifiers_way_is_named(start_sandbox: Any) -> None:
+    sandbox = await start_sandbox()
+    deep = "cd /tests; for i in $(seq 400); do mkdir aaaaaaaaaaaaaaaaaaaa; cd aaaaaaaaaaaaaaaaaaaa; done"
+    await sh(sandbox, f"{deep}; head -c 200000000 /dev/zero > /app.bin")
+    report = await sandbox.clean(["/tests"])
+    assert report["count"] == 400 and (await sh(sandbox, "ls -A /tests")).stdout == b""
+    assert len(report["hindered"]) == 1 and report["hindered"][0].startswith("its disk quota is full: ")
+    await sh(sandbox, "rm /app.bin")
+    assert (await sandbox.clean(["/tests"]))["hindered"] == []
+    await sh(sandbox, "mkdir /many; cd /many; seq 60000 | xargs touch")
+    assert "files are left" in (await sandbox.clean(["/tests"]))["hindered"][0]
