@@ -106,6 +106,9 @@ class SandboxSection(Section):
     cpus: float = Field(1.0, gt=0)
     pids: int = Field(256, ge=16)
     disk_mb: int = Field(512, ge=16)
+    download_mb: int = Field(256, ge=1)
+    """What one rollout may leave on this machine of its logs and artifacts, in total and by the length of files; the verifier's output may
+    take as much again. More is not copied: a log is then missing, and so is an artifact."""
     stop_timeout_s: float = Field(20.0, gt=0)
 
 

@@ -66,7 +66,9 @@ def prepare(linux: lx.Linux, spec: dict[str, Any]) -> None:
     for folder in (ROOT, STORE, IMAGE, _BINDS):
         os.mkdir(folder, 0o755)
     if source is None:
-        linux.mount(marker, STORE, "tmpfs", lx.MS_NODEV, f"mode=755,size={storage['bytes']},nr_inodes={storage['bytes'] // _BYTES_PER_FILE}")
+        linux.mount(
+            marker, STORE, "tmpfs", lx.MS_NODEV, f"mode=755,size={storage['bytes']},nr_inodes={storage['bytes'] // _BYTES_PER_FILE}"
+        )
     elif storage["kind"] == "loop":
         _mount_loop(source, STORE)
     else:

@@ -27,7 +27,7 @@ from .limits import SandboxLimits
 from .sandbox import Sandbox, SandboxSpec
 
 _LOCAL_HOSTS = ("127.0.0.1", "localhost")
-_VERIFIED_FOLDERS = ("/logs/verifier", "/tests")
+_VERIFIED_FOLDERS = (transfer.VERIFIER_OUTPUT, "/tests")
 
 
 @dataclass(frozen=True)

@@ -89,6 +89,8 @@ class Sandbox:
         self._booted: asyncio.Future[list[int]] | None = None
         self._dead: LocalSandboxError | None = None
         self._serial = 0
+        self.downloaded: dict[str, int] = {}
+        """Bytes that were copied out, by account (transfer.py)."""
         self._stopped: asyncio.Task[None] | None = None
 
     @classmethod

@@ -65,7 +65,7 @@ def test_a_folder_without_end_is_said_to_be_in_the_way(tmp_path: Path, monkeypat
 
 def test_a_report_stays_small_whatever_the_names(tmp_path: Path) -> None:
     for number in range(100):
-        (tmp_path / f"{number}{'\x01"' * 100}").touch()
+        (tmp_path / (f"{number}" + '\x01"' * 100)).touch()
     assert len(json.dumps(reset_folders([str(tmp_path)], 100))) < 30_000
 
 

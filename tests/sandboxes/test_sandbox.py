@@ -239,12 +239,27 @@ async def test_transfers_cannot_be_tricked(start_sandbox: Any, tmp_path: Path) -
 
 
 async def test_transfer_limits_hold(start_sandbox: Any, tmp_path: Path) -> None:
-    sandbox = await start_sandbox(limits={"transfer_mb": 1})
+    sandbox = await start_sandbox(limits={"transfer_mb": 1, "download_mb": 1})
     await sh(sandbox, "mkdir /out; head -c 3000000 /dev/zero > /out/big; truncate -s 1T /out/sparse")
     with pytest.raises(RuntimeRequestError):
         await transfer.download_dir(sandbox, "/out", tmp_path / "down")
     with pytest.raises(RuntimeRequestError):
         await transfer.download_file(sandbox, "/out/big", tmp_path / "big")
+
+
+async def test_what_a_session_leaves_on_the_host_is_bounded_in_total(start_sandbox: Any, tmp_path: Path) -> None:
+    """A sparse file costs no quota inside; outside it is refused by its length. The agent's files do not use up the verifier's share."""
+    sandbox = await start_sandbox(limits={"download_mb": 8})
+    await sh(sandbox, "mkdir /sparse /five; truncate -s 1000M /sparse/x; head -c 5000000 /dev/zero > /five/x; cp /five/x /logs/verifier/x")
+    with pytest.raises(RuntimeRequestError, match="download of /sparse failed"):
+        await transfer.download_dir(sandbox, "/sparse", tmp_path / "sparse")
+    await transfer.download_dir(sandbox, "/five", tmp_path / "one")
+    with pytest.raises(RuntimeRequestError, match="download of /five"):
+        await transfer.download_dir(sandbox, "/five", tmp_path / "two")
+    with pytest.raises(RuntimeRequestError, match=r"download of /logs/verifier/\.\./\.\./five/x failed"):
+        await transfer.download_file(sandbox, "/logs/verifier/../../five/x", tmp_path / "three")
+    await transfer.download_dir(sandbox, "/logs/verifier", tmp_path / "verifier")
+    assert [(tmp_path / name / "x").exists() for name in ("sparse", "one", "two", "verifier")] == [False, True, False, True]
 
 
 async def test_output_streams_while_the_command_runs(start_sandbox: Any) -> None:
