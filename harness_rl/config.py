@@ -299,7 +299,8 @@ class RewardSection(Section):
     """Which of the verifier's numbers is the reward."""
     tampered: Literal["zero", "keep"] = "zero"
     """What a verdict is worth that was given in the agent's own sandbox after the agent had replaced programs that verifiers run: at most
-    0, or what the verifier said. A task with a separate verifier is not concerned."""
+    0, or what the verifier said. A task with a separate verifier is not concerned. Where such a rollout gets no verdict it earns 0 either
+    way."""
 
 
 class EvalSection(Section):

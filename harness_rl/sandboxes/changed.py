@@ -227,15 +227,16 @@ def _programs(path: str) -> bool:
         return rest.startswith("python") or any(f"{rest}/".startswith(f"{name}/") for name in _ETC)
     if top == "home":
         rest = rest.partition("/")[2]
-    return top in _SYSTEM or (top in ("root", "home") and f"{rest}/".startswith(".local/"))
+    # Beside these two, a home's .local holds data, some of it the agent program's own.
+    return top in _SYSTEM or (top in ("root", "home") and f"{rest}/".startswith((".local/bin/", ".local/lib/")))
 
 
 def _above_programs(path: str) -> bool:
     """Whether a folder holds something that belongs to it."""
     top, _, rest = path.partition("/")
     return (
-        path in ("etc", "root", "home")
-        or (top == "home" and "/" not in rest)
+        path in ("etc", "root", "home", "root/.local")
+        or (top == "home" and ("/" not in rest or rest.partition("/")[2] == ".local"))
         or (top == "etc" and any(name.startswith(f"{rest}/") for name in _ETC))
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import struct
 from pathlib import Path
@@ -41,6 +42,7 @@ class Trees:
             self.write(self.image, name, "old")
         self.write(self.image, "etc/passwd", "root:x:0:0:root:/root:/bin/bash\n")
         self.write(self.image, "root/.local/bin/tool", "old")
+        self.write(self.image, "root/.local/share/state", "old")
         (self.image / "app").mkdir()
         (self.image / "usr/sbin").mkdir()
         (self.image / SITE).mkdir(parents=True)
@@ -110,6 +112,7 @@ def test_what_is_found_first_or_loaded_by_itself_counts(trees: Trees, name: str,
         "usr/bin/newtool", "usr/local/bin/mytool", f"{SITE}/requests/__init__.py", f"{SITE}/requests-2.0.dist-info/RECORD", "app/pytest.py",
         "root/.local/lib/python3.11/site-packages/requests.py", "root/.bashrc", "etc/hosts", "etc/nginx/nginx.conf", "usr/share/doc/x",
         "usr/lib/libnew.so.1", "var/lib/dpkg/status", "opt/new/bin/bash", "tmp/bash", "home/me/.local/bin/x",
+        "root/.local/share/state",
     ],
 )  # fmt: skip
 def test_an_installed_package_and_the_agents_own_work_do_not_count(trees: Trees, name: str) -> None:
@@ -148,9 +151,7 @@ def test_removed_programs_count(trees: Trees) -> None:
 
 
 def test_a_link_on_the_way_to_modules_counts(trees: Trees) -> None:
-    (trees.image / "root/.local/bin/tool").unlink()
-    (trees.image / "root/.local/bin").rmdir()
-    (trees.image / "root/.local").rmdir()
+    shutil.rmtree(trees.image / "root/.local")
     (trees.upper / "root").mkdir()
     (trees.upper / "root/.local").symlink_to("/tmp/mine")
     assert trees.find().replaced == ["/root/.local (a link)"]

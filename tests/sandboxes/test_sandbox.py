@@ -7,6 +7,7 @@ import os
 import socket
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -377,3 +378,25 @@ async def test_what_is_in_a_verifiers_way_is_named(start_sandbox: Any) -> None:
     assert (await sandbox.clean(["/tests"]))["hindered"] == []
     await sh(sandbox, "mkdir /many; cd /many; seq 60000 | xargs touch")
     assert "files are left" in (await sandbox.clean(["/tests"]))["hindered"][0]
+
+
+async def test_limits_of_processes_hold_and_a_server_of_one_command_answers_the_next(start_sandbox: Any) -> None:
+    sandbox = await start_sandbox()
+    shown = (await sh(sandbox, "ulimit -c; ulimit -Hn; ulimit -Hl")).stdout.split()
+    assert shown[0] == b"0" and int(shown[1]) <= 20_000 and int(shown[2]) <= 8192
+    assert (await sh(sandbox, "ulimit -Hc unlimited")).code != 0
+    server = "setsid nohup python3 -m http.server 8123 --bind 127.0.0.1 --directory /etc > /dev/null 2>&1 &"
+    assert (await sh(sandbox, server)).code == 0
+    ask = "for i in $(seq 50); do curl -sf http://127.0.0.1:8123/hostname && break; sleep 0.1; done"
+    assert (await sh(sandbox, ask)).stdout == b"sandbox\n"
+
+
+async def test_a_disk_that_is_nearly_full_refuses_a_sandbox_by_name(
+    start_sandbox: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _path: SimpleNamespace(free=1 << 30))
+    with pytest.raises(
+        SandboxBuildFailedError, match=r"has 1024 MiB free, but a sandbox with storage_mb = 400 needs 1424: free disk space"
+    ):
+        await start_sandbox(limits={"storage_mb": 400})
+    assert audit().total == 0
