@@ -106,6 +106,9 @@ class SandboxSection(Section):
     cpus: float = Field(1.0, gt=0)
     pids: int = Field(256, ge=16)
     disk_mb: int = Field(512, ge=16)
+    download_mb: int = Field(256, ge=1)
+    """What one rollout may leave on this machine of its logs and artifacts, in total and by the length of files; the verifier's output may
+    take as much again. More is not copied: a log is then missing, and so is an artifact."""
     stop_timeout_s: float = Field(20.0, gt=0)
 
 
@@ -297,7 +300,8 @@ class RewardSection(Section):
     """Which of the verifier's numbers is the reward."""
     tampered: Literal["zero", "keep"] = "zero"
     """What a verdict is worth that was given in the agent's own sandbox after the agent had replaced programs that verifiers run: at most
-    0, or what the verifier said. A task with a separate verifier is not concerned."""
+    0, or what the verifier said. A task with a separate verifier is not concerned. Where such a rollout gets no verdict it earns 0 either
+    way."""
 
 
 class EvalSection(Section):

@@ -13,7 +13,6 @@ import os
 import secrets
 import shutil
 import socket
-import tempfile
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +25,7 @@ from harness_rl.learner.link import TOKEN_ENV, LearnerLink, LinkError, Message
 from harness_rl.learner.rows import Row
 from harness_rl.learner.spec import LearnerSpec
 from harness_rl.processes import Child, spawn
+from harness_rl.sandboxes.scratch import scratch_dir
 
 log = logging.getLogger(__name__)
 
@@ -222,7 +222,7 @@ async def start_learner(
     token = secrets.token_hex(32)
     spec_file = run_dir / "learner.json"
     spec_file.write_text(spec.to_json())
-    link_dir = Path(tempfile.mkdtemp(prefix="hrl-"))
+    link_dir = scratch_dir()
     link = LearnerLink(link_dir / "link.sock", token)
     await link.start()
     # The torch environment may have no installed copy of the package; both ends must run the same code in any case.

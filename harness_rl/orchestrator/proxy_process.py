@@ -8,7 +8,6 @@ import os
 import secrets
 import shutil
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from capture_proxy.client import ProxyClient
 from harness_rl.config import ProxySection
 from harness_rl.errors import HarnessRLError, UserError
 from harness_rl.processes import Child, spawn
+from harness_rl.sandboxes.scratch import scratch_dir
 
 _MAX_BACKOFF_S = 10.0
 
@@ -80,7 +80,7 @@ async def start_proxy(
     with os.fdopen(os.open(key_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(key)
     # A Unix socket path holds about 100 bytes; run folders may be longer.
-    handoff = Path(tempfile.mkdtemp(prefix="hrl-")) / "handoff.sock"
+    handoff = scratch_dir() / "handoff.sock"
     argv = [sys.executable, "-m", "capture_proxy", *(flag for url in engine_urls for flag in ("--engine", url)), "--model", model]
     argv += ["--store", str(run_dir / "capture"), "--admin-key-file", str(key_file), "--host", section.host]
     argv += ["--handoff-socket", str(handoff), "--capture", section.capture, "--durability", section.durability]

@@ -20,12 +20,17 @@ from . import linux as lx
 BASE = "/run"
 """Covered by a tmpfs in the private mount namespace. bubblewrap, already without rights on the host, must be able to walk to its
 sources."""
-_ROOT, _STORE, _BINDS = f"{BASE}/root", f"{BASE}/store", f"{BASE}/binds"
-UPPER = f"{_STORE}/upper"
+ROOT, STORE, _BINDS = f"{BASE}/root", f"{BASE}/store", f"{BASE}/binds"
+"""The sandbox's root, and the storage that takes its writes."""
+UPPER = f"{STORE}/upper"
 """What the session has changed of its root."""
+IMAGE = f"{BASE}/image"
+"""The root as it was before the session, read-only."""
 _MASKED_FILES = ("kcore", "keys", "timer_list", "sched_debug", "latency_stats", "kmsg", "sysrq-trigger", "kallsyms", "config.gz")
 _MASKED_FOLDERS = ("acpi", "scsi", "asound", "fs/nfsd")
 _DEVICE_TMPFS_BYTES = 64 << 20
+_BYTES_PER_FILE = 4096
+"""A quota in memory allows one file for so many of its bytes: empty files take memory too."""
 # As process 1 it cannot be killed from inside; with SIGCHLD ignored the kernel buries the orphans that it inherits. bash, because dash
 # catches that signal even when told to ignore it, and a caught signal is back at its default after `exec`.
 _INIT = "trap '' CHLD; echo ready; exec sleep infinity </dev/null >/dev/null 2>&1"
@@ -47,7 +52,7 @@ class Entrance(NamedTuple):
 
 
 def prepare(linux: lx.Linux, spec: dict[str, Any]) -> None:
-    """Private mount namespace with the sandbox's root mounted at `_ROOT`."""
+    """Private mount namespace with the sandbox's root mounted at `ROOT`."""
     linux.unshare(lx.CLONE_NEWNS)
     linux.mount("none", "/", "none", lx.MS_REC | lx.MS_PRIVATE)
     # Layers are named by descriptor: the tmpfs below may cover their paths, and mount options have to fit into one page.
@@ -58,21 +63,27 @@ def prepare(linux: lx.Linux, spec: dict[str, Any]) -> None:
 
     marker = f"harness-rl-{spec['id']}"
     linux.mount(marker, BASE, "tmpfs", lx.MS_NOSUID | lx.MS_NODEV, "mode=755,size=1m")
-    for folder in (_ROOT, _STORE, _BINDS):
+    for folder in (ROOT, STORE, IMAGE, _BINDS):
         os.mkdir(folder, 0o755)
     if source is None:
-        linux.mount(marker, _STORE, "tmpfs", lx.MS_NODEV, f"mode=755,size={storage['bytes']}")
+        linux.mount(
+            marker, STORE, "tmpfs", lx.MS_NODEV, f"mode=755,size={storage['bytes']},nr_inodes={storage['bytes'] // _BYTES_PER_FILE}"
+        )
     elif storage["kind"] == "loop":
-        _mount_loop(source, _STORE)
+        _mount_loop(source, STORE)
     else:
-        linux.mount(f"/proc/self/fd/{source}", _STORE, "none", _bind())
-    work = f"{_STORE}/work"
+        linux.mount(f"/proc/self/fd/{source}", STORE, "none", _bind())
+    work = f"{STORE}/work"
     for folder in (UPPER, work):
         os.makedirs(folder, 0o755, exist_ok=True)
     os.chown(UPPER, spec["uid_base"], spec["uid_base"])
     layers = ":".join(f"/proc/self/fd/{fd}" for fd in lowers)
     volatile = "" if storage["kind"] == "directory" else ",volatile"
-    linux.mount(marker, _ROOT, "overlay", lx.MS_NODEV, f"lowerdir={layers},upperdir={UPPER},workdir={work}{volatile}")
+    linux.mount(marker, ROOT, "overlay", lx.MS_NODEV, f"lowerdir={layers},upperdir={UPPER},workdir={work}{volatile}")
+    if len(lowers) == 1:  # an overlay without an upper folder needs two
+        linux.mount(f"/proc/self/fd/{lowers[0]}", IMAGE, "none", _bind())
+    else:
+        linux.mount(marker, IMAGE, "overlay", lx.MS_NODEV, f"lowerdir={layers}")
     for index, fd in enumerate(binds):
         target = f"{_BINDS}/{index}"
         if os.path.isdir(f"/proc/self/fd/{fd}"):
@@ -193,7 +204,7 @@ def _arguments(spec: dict[str, Any], info_fd: int, filter_fd: int) -> list[str]:
         "--seccomp",
         str(filter_fd),
     ]
-    argv += ["--bind", _ROOT, "/", "--proc", "/proc", "--dev", "/dev"]
+    argv += ["--bind", ROOT, "/", "--proc", "/proc", "--dev", "/dev"]
     argv += [
         "--perms",
         "1777",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,12 @@ from . import transfer
 from .errors import RuntimeRequestError, SandboxBuildFailedError
 from .hooks import PROXY_PORT, SandboxHooks, claim
 from .images import TaskImage, check_definition, prepare
+from .launch import DEFAULT_PATH
 from .limits import SandboxLimits
 from .sandbox import Sandbox, SandboxSpec
 
 _LOCAL_HOSTS = ("127.0.0.1", "localhost")
-_VERIFIED_FOLDERS = ("/logs/verifier", "/tests")
+_VERIFIED_FOLDERS = (transfer.VERIFIER_OUTPUT, "/tests")
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,11 @@ class Verification:
     planted: list[str]
     """Files in the folders that belong to the verifier, removed (at most 100 named)."""
     replaced: list[str]
-    """Programs that verifiers use which the agent wrote over. They stay as they are: a verifier in the agent's sandbox runs with them,
-    and its verdict is worth what `reward.tampered` says."""
+    """Programs of the image's that the agent replaced, removed or put something in front of (changed.py). They stay as they are: a
+    verifier in the agent's sandbox runs with them, and its verdict is worth what `reward.tampered` says."""
+    hindered: list[str] = field(default_factory=list)
+    """What else of the agent's doing can keep a verifier from its work: a folder that cannot be emptied, a disk quota that is full. A
+    verdict counts all the same; where there is none, it is why."""
 
     @property
     def tampered(self) -> bool:
@@ -186,10 +190,14 @@ class BubblewrapEnvironment(BaseEnvironment):
         `keep_services` spares the processes, for tasks whose verifier talks to a server that the agent had to start.
         """
         killed = 0 if keep_services else await self._running.kill_commands()
-        report = await self._running.clean(_VERIFIED_FOLDERS)
-        result = Verification(killed, report["found"], report["replaced"])
-        if result.tampered:
+        search = self._image.env.get("PATH", DEFAULT_PATH).split(":")
+        report = await self._running.clean(_VERIFIED_FOLDERS, search=search, work=self._default_cwd)
+        result = Verification(killed, report["found"], report["replaced"], report["hindered"])
+        if result.tampered or result.hindered:
             self.logger.warning(
-                "before verification: removed %s; replaced tools: %s", result.planted or "nothing", result.replaced or "none"
+                "before verification: removed %s; replaced programs: %s; in the way: %s",
+                result.planted or "nothing",
+                result.replaced or "none",
+                result.hindered or "nothing",
             )
         return result

@@ -19,7 +19,9 @@ class SandboxLimits:
     output_mb: int = 16
     """Captured output of one command (both streams); beyond it the command's writes fail with ENOSPC."""
     transfer_mb: int = 1024
-    """One upload or download."""
+    """One upload."""
+    download_mb: int = 256
+    """Everything that is copied out of the session, a sparse file by its length; the verifier's own output may take as much again."""
     boot_timeout_s: float = 30.0
     stop_timeout_s: float = 10.0
 
@@ -43,6 +45,10 @@ class SandboxLimits:
     @property
     def transfer_bytes(self) -> int:
         return self.transfer_mb * _MB
+
+    @property
+    def download_bytes(self) -> int:
+        return self.download_mb * _MB
 
     @property
     def storage_in_memory(self) -> bool:

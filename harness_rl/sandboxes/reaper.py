@@ -18,6 +18,7 @@ from pathlib import Path
 
 from .cgroups import GROUP, CgroupUnavailable, detect, kill_tree, processes, remove_tree
 from .ledger import Entry, Ledger, sandboxes_dir, start_time
+from .scratch import left_scratch, reap_scratch
 
 _MARKER = "harness-rl-"
 _SIOCGSKNS = 0x894C
@@ -46,6 +47,8 @@ class LeakReport:
     listeners: int = 0
     folders: int = 0
     ledger_entries: int = 0
+    scratch_folders: int = 0
+    """Under the system's temporary folder: sockets of proxy and learner."""
 
     @property
     def total(self) -> int:
@@ -75,6 +78,7 @@ def reap(root: Path | None = None) -> ReapReport:
     for path in _session_folders(root):
         if path.name not in known and _old(path):
             shutil.rmtree(path, ignore_errors=True)
+    reap_scratch()
     return ReapReport(sessions, killed, remaining)
 
 
@@ -139,6 +143,7 @@ def audit(root: Path | None = None) -> LeakReport:
         listeners=_foreign_listeners(),
         folders=len(folders),
         ledger_entries=len(ids),
+        scratch_folders=len(left_scratch()),
     )
 
 

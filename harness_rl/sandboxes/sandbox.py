@@ -34,6 +34,7 @@ _SUPERVISOR = "import sys; sys.path.append({path!r}); from sandboxes.supervisor 
 _POLL_OUTPUT_S = 0.25
 _KILL_GRACE_S = 2.0
 _START_TIMEOUT_S = 30.0
+_CLEAN_S = 60.0
 
 OutputCallback = Callable[[str, str], Awaitable[None]]
 """Called with (text, "stdout" | "stderr") while a command runs."""
@@ -88,6 +89,8 @@ class Sandbox:
         self._booted: asyncio.Future[list[int]] | None = None
         self._dead: LocalSandboxError | None = None
         self._serial = 0
+        self.downloaded: dict[str, int] = {}
+        """Bytes that were copied out, by account (transfer.py)."""
         self._stopped: asyncio.Task[None] | None = None
 
     @classmethod
@@ -309,19 +312,21 @@ class Sandbox:
                 await asyncio.sleep(0.002)
         return killed
 
-    async def clean(self, folders: Sequence[str], limit: int = 100) -> dict[str, Any]:
-        """Empty folders with code that nothing in the sandbox can replace (clean.py). Returns {"found": paths, "count": n}."""
+    async def clean(self, folders: Sequence[str], *, search: Sequence[str] = (), work: str = "/", limit: int = 100) -> dict[str, Any]:
+        """Empty folders with code that nothing in the sandbox can replace (clean.py), and compare programs with the image's (changed.py):
+        `search` are the folders of PATH, `work` is the agent's own.
+
+        Returns {"found": paths, "count": n, "replaced": programs, "hindered": what of the agent's doing is in a verifier's way}."""
         name, call, cgroups = self._begin("clean")
+        spec = {"folders": list(folders), "limit": limit, "cgroups": cgroups, "search": list(search), "work": work}
         try:
-            await self._request(
-                {"op": "clean", "id": name, "fds": ["spec"]}, {"folders": list(folders), "limit": limit, "cgroups": cgroups}
-            )
-            message = await asyncio.wait_for(asyncio.shield(call.ended), 30.0)
+            await self._request({"op": "clean", "id": name, "fds": ["spec"]}, spec)
+            message = await asyncio.wait_for(asyncio.shield(call.ended), _CLEAN_S)
             if message["error"] or not message["report"]:
                 raise RuntimeRequestError(f"cannot empty {', '.join(folders)}: {message['error'] or 'killed'}")
             return dict(json.loads(message["report"]))
         except TimeoutError:
-            raise RuntimeRequestError(f"emptying {', '.join(folders)} took longer than 30 s") from None
+            raise RuntimeRequestError(f"emptying {', '.join(folders)} took longer than {_CLEAN_S:.0f} s") from None
         finally:
             await self._end(name, call, [])
 

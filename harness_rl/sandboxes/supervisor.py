@@ -24,12 +24,14 @@ import socket
 import sys
 from typing import Any, NamedTuple
 
-from . import boot, clean, launch
+from . import boot, changed, clean, launch
 from . import linux as lx
 
 _IO = f"{boot.BASE}/io"
 _MESSAGE_LIMIT = 65536
-_REPORT_LIMIT = 32768
+_REPORT_LIMIT = 65536
+_SPARE = 8
+"""Storage counts as full when less than this part of it is free."""
 
 
 class Running(NamedTuple):
@@ -118,12 +120,15 @@ class Supervisor:
 
     def _clean(self, identity: str, spec: dict[str, Any]) -> None:
         """Empty folders with this process's own code: the agent may have replaced the sandbox's `rm` and `find`."""
-        replaced = clean.replaced_tools(boot.UPPER)
 
         def work() -> bytes:
+            replaced, failed = _replaced(spec["search"], spec["work"], spec["limit"])
+            storage = os.open(boot.STORE, os.O_RDONLY | os.O_DIRECTORY)
             launch.enter(self._linux, self._entrance, spec["cgroups"], self._filter, None, self._last_capability)
-            report = {**clean.reset_folders(spec["folders"], spec["limit"]), "replaced": replaced}
-            return json.dumps(report).encode()
+            report = clean.reset_folders(spec["folders"], spec["limit"])
+            room = os.fstatvfs(storage)
+            report["hindered"] = [reason for reason in (failed, report.pop("failed"), _full(room)) if reason]
+            return json.dumps({**report, "replaced": replaced}).encode()
 
         null = os.open("/dev/null", os.O_RDWR)
         self._fork(identity, work, [null, null, null])
@@ -181,6 +186,29 @@ class Supervisor:
     def _receive(self) -> tuple[dict[str, Any], list[int]]:
         data, fds, _flags, _address = socket.recv_fds(self._channel, _MESSAGE_LIMIT, 4)
         return (json.loads(data) if data else {"op": "stop"}), list(fds)
+
+
+def _replaced(search: list[str], work: str, limit: int) -> tuple[list[str], str]:
+    """Programs that the session replaced, and why they could not all be found; compiled modules that it added are removed."""
+    upper, image, root = (os.open(path, os.O_RDONLY | os.O_DIRECTORY) for path in (boot.UPPER, boot.IMAGE, boot.ROOT))
+    changes, failed = changed.Changes(upper, image, search, work), ""
+    try:
+        changes.find()
+        clean.remove_below(root, changes.caches)
+    except OSError as error:
+        failed = f"its programs cannot be compared with the image's: {error.strerror or error}"
+    for fd in (upper, image, root):
+        os.close(fd)
+    return [clean.shown(path) for path in changes.replaced[:limit]], failed
+
+
+def _full(room: os.statvfs_result) -> str:
+    """What is said of storage that has next to no room for the verifier's files."""
+    if room.f_bavail * _SPARE < room.f_blocks:
+        return f"its disk quota is full: {room.f_bavail * room.f_frsize >> 10} KiB of {room.f_blocks * room.f_frsize >> 10} are left"
+    if room.f_files and room.f_favail * _SPARE < room.f_files:
+        return f"its disk quota is full: {room.f_favail} of {room.f_files} files are left"
+    return ""
 
 
 def _read_all(fd: int) -> dict[str, Any]:

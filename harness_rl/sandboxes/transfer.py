@@ -3,12 +3,14 @@ outside the target folder nor leave a link there that a later write would follow
 
 Archives are packed and unpacked by `tar` *inside* the sandbox and cross over as a stream in an unnamed file. What comes out is data of
 the agent's: `unpack` walks every name from the target folder with O_NOFOLLOW, writes new files only, copies hard links, makes symbolic
-links last and only those that stay inside the tree, and skips device nodes, pipes and sockets."""
+links last and only those that stay inside the tree, and skips device nodes, pipes and sockets. What a session may leave on the host is
+bounded in total (`download_mb`): quota that a sparse file does not use inside, it would use here."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import posixpath
 import shutil
 import stat
 import tarfile
@@ -25,6 +27,7 @@ _UNPACK = 'mkdir -p -- "$1" && exec tar -xf - --no-same-owner -p -C "$1"'
 _RECEIVE = 'mkdir -p -- "$(dirname -- "$1")" && rm -f -- "$1" && cat > "$1" && chmod "$2" "$1"'
 _PACK = 'exec tar -cf - -C "$1" --one-file-system --sort=name .'
 _SEND = 'test -f "$1" && exec cat -- "$1"'
+VERIFIER_OUTPUT = "/logs/verifier"
 _MAX_MEMBERS = 200_000
 _TRANSFER_TIMEOUT_S = 600.0
 
@@ -38,7 +41,7 @@ async def upload_dir(sandbox: Sandbox, source: Path, target: str) -> None:
     with tempfile.TemporaryFile() as file:
         await asyncio.to_thread(pack, source, file, sandbox.spec.limits.transfer_bytes)
         file.seek(0)
-        _check(await _run(sandbox, _UNPACK, [target], stdin=file), f"upload to {target}")
+        _check(await _run(sandbox, _UNPACK, [target], sandbox.spec.limits.transfer_bytes, stdin=file), f"upload to {target}")
 
 
 async def upload_file(sandbox: Sandbox, source: Path, target: str) -> None:
@@ -47,32 +50,55 @@ async def upload_file(sandbox: Sandbox, source: Path, target: str) -> None:
             mode = stat.S_IMODE(os.fstat(original.fileno()).st_mode) & 0o755 | 0o444
             await asyncio.to_thread(shutil.copyfileobj, original, file)
         file.seek(0)
-        _check(await _run(sandbox, _RECEIVE, [target, f"{mode:o}"], stdin=file), f"upload to {target}")
+        result = await _run(sandbox, _RECEIVE, [target, f"{mode:o}"], sandbox.spec.limits.transfer_bytes, stdin=file)
+        _check(result, f"upload to {target}")
 
 
 async def download_dir(sandbox: Sandbox, source: str, target: Path) -> list[str]:
     """Copy the content of a folder of the sandbox into a host folder; returns what was skipped."""
+    left = _allowance(sandbox, source)
     with tempfile.TemporaryFile() as file:
-        result = await _run(sandbox, _PACK, [source], stdout=file)
+        result = await _run(sandbox, _PACK, [source], left, stdout=file)
         changed = result.code == 1 and all(line.endswith(b"file changed as we read it") for line in result.stderr.splitlines() if line)
         if not changed:
             _check(result, f"download of {source}")
+        _charge(sandbox, source, file)
         file.seek(0)
         try:
-            return await asyncio.to_thread(unpack, file, target, sandbox.spec.limits.transfer_bytes)
+            return await asyncio.to_thread(unpack, file, target, left)
         except (ArchiveRefused, tarfile.TarError, OSError) as error:
             raise RuntimeRequestError(f"download of {source} failed: {error}") from error
 
 
 async def download_file(sandbox: Sandbox, source: str, target: Path) -> None:
+    left = _allowance(sandbox, source)
     with tempfile.TemporaryFile() as file:
-        _check(await _run(sandbox, _SEND, [source], stdout=file), f"download of {source}")
+        _check(await _run(sandbox, _SEND, [source], left, stdout=file), f"download of {source}")
+        _charge(sandbox, source, file)
         file.seek(0)
         await asyncio.to_thread(_store, file, target)
 
 
+def _account(source: str) -> str:
+    """What the agent left cannot use up what the verifier's output may take: its verdict would be lost."""
+    return "verifier" if f"{posixpath.normpath(source)}/".startswith(f"{VERIFIER_OUTPUT}/") else "agent"
+
+
+def _allowance(sandbox: Sandbox, source: str) -> int:
+    limits = sandbox.spec.limits
+    left = limits.download_bytes - sandbox.downloaded.get(_account(source), 0)
+    if left <= 0:
+        raise RuntimeRequestError(f"download of {source} refused: the session's {limits.download_mb} MiB (sandbox.download_mb) are used up")
+    return left
+
+
+def _charge(sandbox: Sandbox, source: str, file: IO[bytes]) -> None:
+    account = _account(source)
+    sandbox.downloaded[account] = sandbox.downloaded.get(account, 0) + os.fstat(file.fileno()).st_size
+
+
 async def _run(
-    sandbox: Sandbox, script: str, arguments: Sequence[str], *, stdin: IO[bytes] | None = None, stdout: IO[bytes] | None = None
+    sandbox: Sandbox, script: str, arguments: Sequence[str], limit: int, *, stdin: IO[bytes] | None = None, stdout: IO[bytes] | None = None
 ) -> ExecResult:
     return await sandbox.exec(
         ["/bin/sh", "-c", script, "sh", *arguments],
@@ -80,7 +106,7 @@ async def _run(
         timeout_s=_TRANSFER_TIMEOUT_S,
         stdin=None if stdin is None else stdin.fileno(),
         stdout=None if stdout is None else stdout.fileno(),
-        file_bytes=sandbox.spec.limits.transfer_bytes,
+        file_bytes=limit,
     )
 
 

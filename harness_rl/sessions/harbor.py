@@ -207,6 +207,7 @@ def sandbox_limits(section: SandboxSection) -> dict[str, Any]:
         "cpus": section.cpus,
         "pids": section.pids,
         "storage_mb": section.disk_mb,
+        "download_mb": section.download_mb,
         "stop_timeout_s": section.stop_timeout_s,
     }
 

@@ -31,7 +31,7 @@ from harness_rl.sessions.causes import classify, facts_of
 from harness_rl.sessions.environments import LocalSandboxes
 from harness_rl.sessions.harbor import SANDBOXES, sandbox_limits
 from harness_rl.sessions.harbor_trial import TrialRun, TrialSpec, load_litellm
-from harness_rl.sessions.verdict import believed, judge
+from harness_rl.sessions.verdict import believed, judge, unpaid
 from harness_rl.tasks.load import CONFIG, TaskRef, list_tasks, read_task
 
 if TYPE_CHECKING:
@@ -202,11 +202,16 @@ class _Episode:
         """Let go of the sandbox and wait for the verifier. Raises RolloutFailure."""
         assert self._running is not None
         self.desk.closed.set()
-        await asyncio.shield(self._running)
-        result, trial = self._trial.result, self._trial
-        assert result is not None
-        verdict = judge(facts_of(result, {}, 0), trial.spec.trial_dir, trial.steps, key)
-        return believed(verdict, self._left, trial.shared_verifier, tampered, f"{trial.spec.name}: its policy")
+        trial = self._trial
+        who = f"{trial.spec.name}: its policy"
+        try:
+            await asyncio.shield(self._running)
+            result = trial.result
+            assert result is not None
+            verdict = judge(facts_of(result, {}, 0), trial.spec.trial_dir, trial.steps, key)
+        except RolloutFailure as failure:
+            return unpaid(failure, self._left, who)
+        return believed(verdict, self._left, trial.shared_verifier, tampered, who)
 
     async def close(self) -> None:
         """Stop what still runs. Idempotent and bounded."""

@@ -25,7 +25,7 @@ from harness_rl.sessions.causes import TrialFacts, classify, facts_of
 from harness_rl.sessions.ending import EndingSession
 from harness_rl.sessions.harbor_trial import TrialRun, TrialSpec
 from harness_rl.sessions.outcome import build_outcome, rollout_record, write_record
-from harness_rl.sessions.verdict import believed, judge
+from harness_rl.sessions.verdict import believed, judge, unpaid
 
 if TYPE_CHECKING:
     from harness_rl.sandboxes.bubblewrap import Verification
@@ -121,19 +121,32 @@ class HarborSession(EndingSession):
             turns = len(self.capture.trace.turns) if self.capture.trace else 0
             self._facts = facts_of(result, self.capture.status or {}, turns, self.capture.endpoint)
             self._failure = self._failure or self._run_failure(self._facts)
-            if self._failure is None:
-                try:
-                    verdict = judge(self._facts, folder / TRIAL_FOLDER, self._trial.steps, section.key)
-                    who = f"rollout {self.spec.name}: its agent"
-                    self._verdict = believed(verdict, self._left, self._trial.shared_verifier, section.tampered, who)
-                except RolloutFailure as failure:
-                    self._verdict = failure
+            who = f"rollout {self.spec.name}: its agent"
+            try:
+                if self._failure is not None:
+                    raise self._failure
+                verdict = judge(self._facts, folder / TRIAL_FOLDER, self._trial.steps, section.key)
+                self._verdict = believed(verdict, self._left, self._trial.shared_verifier, section.tampered, who)
+            except RolloutFailure as failure:
+                self._ungraded(failure, who)
         elif self._failure is None:
             self._failure = RolloutFailure(Cause.CANCELLED, "closed before it ran")
         try:
             await asyncio.to_thread(write_record, folder, self._record(), self.capture.trace)
         except OSError as error:
             self._failure = self._failure or RolloutFailure(Cause.INTERNAL, f"{folder}: the rollout's record could not be written: {error}")
+
+    def _ungraded(self, failure: RolloutFailure, who: str) -> None:
+        """There is no verdict: the agent's own doing, which pays nothing, or what `run` or `verify` raises."""
+        try:
+            if self.capture.trace is None:
+                raise failure
+            self._verdict = unpaid(failure, self._left, who)
+        except RolloutFailure:
+            self._verdict = failure if self._failure is None else None
+        else:
+            self._failure = None
+            self._about["ungraded"] = failure.message
 
     def _run_failure(self, facts: TrialFacts) -> RolloutFailure | None:
         """A sandbox or an agent that never came up explains a missing trace, not the other way round."""

@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 STDOUT_NAME = "test-stdout.txt"
 _MAX_OUTPUT = 1 << 20
+_GRADING = frozenset({Cause.VERIFIER, Cause.SANDBOX_LOST, Cause.WALL_CLOCK})
+"""Failures that an agent can bring about after its end."""
 
 # Only lines that the verifier's own script (below /tests) or its downloader writes; words that the agent's work may print do not count.
 _NEVER_RAN = (
@@ -66,6 +68,19 @@ def believed(verdict: VerifyResult, left: Sequence[Verification], shared: bool, 
         return verdict
     logger.warning("%s replaced %s: its reward is at most 0", who, ", ".join(replaced))
     return replace(verdict, env_reward=None if verdict.env_reward is None else min(verdict.env_reward, 0.0))
+
+
+def unpaid(failure: RolloutFailure, left: Sequence[Verification], who: str) -> VerifyResult:
+    """A reward of 0 for an agent that kept its own rollout from being graded: it replaced programs, or left something in the verifier's
+    way. Made again instead, a bad rollout would cost it nothing. Raises `failure` where it is not the agent's doing.
+
+    It is taken for the agent's doing wherever the agent did such a thing, whatever `reward.tampered` says and whichever verifier the task
+    has: its artifacts are collected with the programs of its sandbox."""
+    doing = [reason for found in left for reason in (*(f"replaced {name}" for name in found.replaced), *found.hindered)]
+    if failure.cause not in _GRADING or not doing:
+        raise failure
+    logger.warning("%s was not graded (%s), by its own doing: its reward is 0 (%s)", who, failure.message, "; ".join(doing[:5]))
+    return VerifyResult(env_reward=0.0)
 
 
 def tests_never_ran(output: str) -> str | None:

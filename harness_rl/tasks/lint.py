@@ -13,6 +13,7 @@ from harness_rl.tasks.history import Unreadable, hidden_commits, stores
 from harness_rl.tasks.load import SOLUTION, TaskRef
 
 TEST = "tests/test.sh"
+HANDED_OVER = "/logs/artifacts"
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,14 @@ def lint(task: TaskRef) -> list[Problem]:
     config, problem = _parse(task)
     if problem is not None:
         return [problem]
-    return [*_files(task, bool(config.steps)), *_environment(task, config), *_definition(task, config), *_history(task)]
+    parts = (
+        _files(task, bool(config.steps)),
+        _environment(task, config),
+        _artifacts(task, config),
+        _definition(task, config),
+        _history(task),
+    )
+    return [problem for part in parts for problem in part]
 
 
 def _parse(task: TaskRef) -> tuple[Any, Problem | None]:
@@ -80,6 +88,30 @@ def _environment(task: TaskRef, config: Any) -> Iterator[Problem]:
         if policy.allowed_hosts:
             hosts = ", ".join(policy.allowed_hosts)
             yield Problem("network", f"{task.path / 'task.toml'} [{section}]: needs the hosts {hosts}; the local sandbox has no network")
+
+
+def _artifacts(task: TaskRef, config: Any) -> Iterator[Problem]:
+    """A separate verifier sees what is declared, and what lies in the folder that is always handed over."""
+    from harbor.models.task.config import VerifierEnvironmentMode
+    from harbor.models.task.verifier_mode import resolve_step_verifier_mode, resolve_task_verifier_mode
+
+    modes = [(step, resolve_step_verifier_mode(config, step)) for step in config.steps or []] or [
+        (None, resolve_task_verifier_mode(config))
+    ]
+    for step, mode in modes:
+        declared = config.artifacts or (step is not None and step.artifacts)
+        if mode != VerifierEnvironmentMode.SEPARATE or declared or _speaks_of(task, HANDED_OVER):
+            continue
+        where = f"{task.path / 'task.toml'}{f' step {step.name}' if step is not None else ''}"
+        yield Problem(
+            "artifacts", f"{where}: a separate verifier, but no artifacts: it sees nothing of the work; list its files in artifacts"
+        )
+
+
+def _speaks_of(task: TaskRef, words: str) -> bool:
+    """Whether a text that the task gives its agents, or its solution, holds some words."""
+    texts = [*task.path.rglob("instruction.md"), *task.path.rglob("solve.sh")]
+    return any(words in path.read_text(encoding="utf-8", errors="replace") for path in texts if path.is_file())
 
 
 def _definition(task: TaskRef, config: Any) -> Iterator[Problem]:

@@ -118,6 +118,29 @@ async def test_infrastructure_failures_are_retried_and_a_user_none_is_not(tmp_pa
     assert generation.state.rollouts_failed == {Cause.SANDBOX_START: 2}
 
 
+async def test_f05_starts_that_fail_every_third_time_cost_attempts_and_nothing_else(tmp_path):
+    """A machine short of loop devices or control groups: named, played again, never scored, and every batch still comes whole."""
+    starts = 0
+
+    async def short_of_room(task, episode):
+        nonlocal starts
+        starts += 1
+        if starts % 3 == 0:
+            raise RolloutFailure(Cause.SANDBOX_START, "the host has no free loop device")
+        return outcome(1.0 + member_of(episode) % 2)
+
+    generation, factory = make(tmp_path, short_of_room, steps=10, max_staleness=9, max_retries=5, max_concurrent_rollouts=7)
+    async with producing(generation) as task:
+        await asyncio.wait_for(task, 10)
+    batches = [await generation.next_batch() for _ in range(10)]
+    rollouts = [rollout for batch in batches for group in batch.groups for rollout in group.rollouts]
+    assert [(len(batch.groups), batch.short) for batch in batches] == [(2, False)] * 10
+    assert sorted(rollout.reward for rollout in rollouts) == [1.0] * 20 + [2.0] * 20, "no failed start became a 0"
+    failed = sum(rollout.attempts - 1 for rollout in rollouts)
+    assert failed >= 13 and generation.state.rollouts_failed[Cause.SANDBOX_START] == starts // 3
+    assert starts == len(factory.episodes) >= 40 + failed and factory.open == 0
+
+
 async def test_c68_an_unscorable_rollout_leaves_the_baseline_and_is_never_zero(tmp_path):
     async def one_fails(task, episode):
         if member_of(episode) == 2:

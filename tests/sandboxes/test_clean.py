@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
-from harness_rl.sandboxes.clean import replaced_tools, reset_folders
+import pytest
+
+from harness_rl.sandboxes.clean import remove_below, reset_folders
 
 
 def test_i01_planted_files_are_removed_and_reported(tmp_path: Path) -> None:
@@ -39,12 +42,38 @@ def test_many_entries_are_counted_but_not_all_named(tmp_path: Path) -> None:
     assert report["count"] == 30 and len(report["found"]) == 10
 
 
-def test_replaced_tools_are_named(tmp_path: Path) -> None:
-    assert replaced_tools(str(tmp_path)) == []
-    (tmp_path / "usr" / "local" / "bin").mkdir(parents=True)
-    (tmp_path / "usr" / "local" / "bin" / "python3").touch()
-    (tmp_path / "etc").mkdir()
-    (tmp_path / "etc" / "ld.so.preload").touch()
-    os.symlink("/tmp", tmp_path / "usr" / "bin")
-    found = replaced_tools(str(tmp_path))
-    assert {"/usr/local/bin/python3", "/etc/ld.so.preload", "/usr/bin (was not a directory)"} == set(found)
+def test_a_folder_deeper_than_open_files_is_emptied(tmp_path: Path) -> None:
+    folder = tmp_path / "tests"
+    folder.mkdir()
+    fd = os.open(folder, os.O_RDONLY)
+    for _ in range(3000):
+        os.mkdir("a", dir_fd=fd)
+        below = os.open("a", os.O_RDONLY, dir_fd=fd)
+        os.close(fd)
+        fd = below
+    os.close(fd)
+    report = reset_folders([str(folder)], 5)
+    assert (report["count"], report["failed"]) == (3000, "") and list(folder.iterdir()) == []
+
+
+def test_a_folder_without_end_is_said_to_be_in_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "one").touch()
+    monkeypatch.setattr("harness_rl.sandboxes.clean._CPU_S", 0.0)
+    report = reset_folders([str(tmp_path)], 5)
+    assert report["failed"].startswith(f"{tmp_path} cannot be emptied: it holds more than can be removed")
+
+
+def test_a_report_stays_small_whatever_the_names(tmp_path: Path) -> None:
+    for number in range(100):
+        (tmp_path / (f"{number}" + '\x01"' * 100)).touch()
+    assert len(json.dumps(reset_folders([str(tmp_path)], 100))) < 30_000
+
+
+def test_removal_below_a_tree_follows_no_link(tmp_path: Path) -> None:
+    (tmp_path / "root" / "cache" / "deep").mkdir(parents=True)
+    (tmp_path / "keep").mkdir()
+    (tmp_path / "root" / "cache" / "link").symlink_to(tmp_path / "keep")
+    root = os.open(tmp_path / "root", os.O_RDONLY)
+    remove_below(root, ["cache"])
+    os.close(root)
+    assert list((tmp_path / "root").iterdir()) == [] and (tmp_path / "keep").is_dir()

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 
 from harness_rl.sandboxes.ledger import Entry, Ledger, start_time
 from harness_rl.sandboxes.reaper import audit, reap
+from harness_rl.sandboxes.scratch import left_scratch, reap_scratch, scratch_dir
 
 _OWNER = """
 import asyncio, sys
@@ -91,3 +93,18 @@ def test_reap_touches_only_the_dead(tmp_path: Path) -> None:
     assert (report.sessions, report.remaining) == (1, 0)
     assert [path.name for path in (tmp_path / "sandboxes" / "sessions").iterdir()] == ["live"]
     assert audit(tmp_path).ledger_entries == 1 and audit(tmp_path).folders == 1
+
+
+def test_scratch_folders_of_dead_processes_are_reclaimed_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    mine = scratch_dir()
+    dead, other = tmp_path / "hrl-1-1-abc", tmp_path / f"hrl-1-{start_time(1)}-abc"
+    foreign = tmp_path / "hrl-abc"
+    for folder in (dead, other, foreign):
+        folder.mkdir()
+    (dead / "link.sock").touch()
+    assert sorted(left_scratch()) == sorted([mine, dead])
+    assert reap_scratch() == 1
+    assert sorted(tmp_path.iterdir()) == sorted([mine, other, foreign])
+    mine.rmdir()
+    assert left_scratch() == []

@@ -7,6 +7,7 @@ import os
 import socket
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from shell import sh
 
 from harness_rl.sandboxes import transfer
 from harness_rl.sandboxes.errors import RuntimeRequestError, SandboxBuildFailedError
+from harness_rl.sandboxes.launch import DEFAULT_PATH
 from harness_rl.sandboxes.ledger import Ledger
 from harness_rl.sandboxes.reaper import audit
 from harness_rl.sandboxes.sandbox import Sandbox, SandboxSpec
@@ -238,12 +240,27 @@ async def test_transfers_cannot_be_tricked(start_sandbox: Any, tmp_path: Path) -
 
 
 async def test_transfer_limits_hold(start_sandbox: Any, tmp_path: Path) -> None:
-    sandbox = await start_sandbox(limits={"transfer_mb": 1})
+    sandbox = await start_sandbox(limits={"transfer_mb": 1, "download_mb": 1})
     await sh(sandbox, "mkdir /out; head -c 3000000 /dev/zero > /out/big; truncate -s 1T /out/sparse")
     with pytest.raises(RuntimeRequestError):
         await transfer.download_dir(sandbox, "/out", tmp_path / "down")
     with pytest.raises(RuntimeRequestError):
         await transfer.download_file(sandbox, "/out/big", tmp_path / "big")
+
+
+async def test_what_a_session_leaves_on_the_host_is_bounded_in_total(start_sandbox: Any, tmp_path: Path) -> None:
+    """A sparse file costs no quota inside; outside it is refused by its length. The agent's files do not use up the verifier's share."""
+    sandbox = await start_sandbox(limits={"download_mb": 8})
+    await sh(sandbox, "mkdir /sparse /five; truncate -s 1000M /sparse/x; head -c 5000000 /dev/zero > /five/x; cp /five/x /logs/verifier/x")
+    with pytest.raises(RuntimeRequestError, match="download of /sparse failed"):
+        await transfer.download_dir(sandbox, "/sparse", tmp_path / "sparse")
+    await transfer.download_dir(sandbox, "/five", tmp_path / "one")
+    with pytest.raises(RuntimeRequestError, match="download of /five"):
+        await transfer.download_dir(sandbox, "/five", tmp_path / "two")
+    with pytest.raises(RuntimeRequestError, match=r"download of /logs/verifier/\.\./\.\./five/x failed"):
+        await transfer.download_file(sandbox, "/logs/verifier/../../five/x", tmp_path / "three")
+    await transfer.download_dir(sandbox, "/logs/verifier", tmp_path / "verifier")
+    assert [(tmp_path / name / "x").exists() for name in ("sparse", "one", "two", "verifier")] == [False, True, False, True]
 
 
 async def test_output_streams_while_the_command_runs(start_sandbox: Any) -> None:
@@ -300,3 +317,86 @@ async def test_clean_works_when_the_tools_were_replaced(start_sandbox: Any) -> N
         "/tests:",
         "/etc/hostname",
     ]
+
+
+SITE = "/root/.local/lib/python3.11/site-packages"
+
+
+@pytest.mark.parametrize(
+    ("attack", "found"),
+    [
+        ("/usr/bin/rm /bin; mkdir /bin; ln -s /usr/bin/* /bin/", ["/bin"]),
+        ("/usr/bin/rm /sbin; ln -s /tmp /sbin", ["/sbin"]),
+        ("mkdir /tmp/lib; ln -s /usr/lib/* /tmp/lib/; ln -sfn /tmp/lib /lib", ["/lib"]),
+        ("rm /usr/bin/tee", ["/usr/bin/tee"]),
+        ("rm -r /usr/lib/python3/dist-packages; mkdir /usr/lib/python3/dist-packages", None),
+        ("mkdir -p /usr/local/sbin; ln -s /bin/true /usr/local/sbin/timeout", ["/usr/local/sbin/timeout (in front of another)"]),
+        (f"mkdir -p {SITE}; echo import os > {SITE}/x.pth", [f"{SITE}/x.pth (loaded by itself)"]),
+        ("sed -i s,/root,/tmp, /etc/passwd", ["/etc/passwd"]),
+        ("ln -sfn /tmp/awk /etc/alternatives/awk", ["/etc/alternatives/awk"]),
+        ("echo >> /lib/x86_64-linux-gnu/libc.so.6", ["/usr/lib/x86_64-linux-gnu/libc.so.6"]),
+    ],
+)
+async def test_replaced_programs_are_seen_wherever_they_are(start_sandbox: Any, attack: str, found: list[str] | None) -> None:
+    sandbox = await start_sandbox()
+    await sh(sandbox, attack)
+    report = await sandbox.clean(["/tests"], search=DEFAULT_PATH.split(":"), work="/app")
+    if found is None:
+        assert len(report["replaced"]) > 3 and all(name.startswith("/usr/lib/python3/dist-packages/") for name in report["replaced"])
+    else:
+        assert report["replaced"] == found
+    assert report["hindered"] == []
+
+
+async def test_installed_packages_are_not_taken_for_replaced_programs(start_sandbox: Any, tmp_path: Path) -> None:
+    """pip without a network, a library that the loader is told of, an account, a touched file; a compiled module goes."""
+    sandbox = await start_sandbox()
+    (tmp_path / "p").mkdir()
+    (tmp_path / "p" / "setup.py").write_text("from setuptools import setup\nsetup(name='mine', version='1', py_modules=['mine'])\n")
+    (tmp_path / "p" / "mine.py").write_text("")
+    await transfer.upload_dir(sandbox, tmp_path / "p", "/app/p")
+    install = "cd /app/p && pip install -q --no-build-isolation --break-system-packages --no-deps . && python3 -c 'import mine'"
+    assert (await sh(sandbox, install)).code == 0
+    library = "sed s/libz.so.1/libq.so.1/g /lib/x86_64-linux-gnu/libz.so.1 > /usr/local/lib/libq.so.1; ldconfig; ldconfig -p | grep libq"
+    assert (await sh(sandbox, library)).code == 0
+    assert (await sh(sandbox, "useradd -m me && touch /usr/bin/git && printf x > /usr/local/bin/mine")).code == 0
+    pyc = "/usr/lib/python3.11/__pycache__/os.cpython-311.opt-1.pyc"
+    assert (await sh(sandbox, f"echo bad > {pyc}; ls {pyc}")).code == 0
+    report = await sandbox.clean(["/tests"], search=DEFAULT_PATH.split(":"), work="/app")
+    assert (report["replaced"], report["hindered"]) == ([], [])
+    assert (await sh(sandbox, f"ls {pyc}")).code != 0
+
+
+async def test_what_is_in_a_verifiers_way_is_named(start_sandbox: Any) -> None:
+    sandbox = await start_sandbox()
+    deep = "cd /tests; for i in $(seq 400); do mkdir aaaaaaaaaaaaaaaaaaaa; cd aaaaaaaaaaaaaaaaaaaa; done"
+    await sh(sandbox, f"{deep}; head -c 200000000 /dev/zero > /app.bin")
+    report = await sandbox.clean(["/tests"])
+    assert report["count"] == 400 and (await sh(sandbox, "ls -A /tests")).stdout == b""
+    assert len(report["hindered"]) == 1 and report["hindered"][0].startswith("its disk quota is full: ")
+    await sh(sandbox, "rm /app.bin")
+    assert (await sandbox.clean(["/tests"]))["hindered"] == []
+    await sh(sandbox, "mkdir /many; cd /many; seq 60000 | xargs touch")
+    assert "files are left" in (await sandbox.clean(["/tests"]))["hindered"][0]
+
+
+async def test_limits_of_processes_hold_and_a_server_of_one_command_answers_the_next(start_sandbox: Any) -> None:
+    sandbox = await start_sandbox()
+    shown = (await sh(sandbox, "ulimit -c; ulimit -Hn; ulimit -Hl")).stdout.split()
+    assert shown[0] == b"0" and int(shown[1]) <= 20_000 and int(shown[2]) <= 8192
+    assert (await sh(sandbox, "ulimit -Hc unlimited")).code != 0
+    server = "setsid nohup python3 -m http.server 8123 --bind 127.0.0.1 --directory /etc > /dev/null 2>&1 &"
+    assert (await sh(sandbox, server)).code == 0
+    ask = "for i in $(seq 50); do curl -sf http://127.0.0.1:8123/hostname && break; sleep 0.1; done"
+    assert (await sh(sandbox, ask)).stdout == b"sandbox\n"
+
+
+async def test_a_disk_that_is_nearly_full_refuses_a_sandbox_by_name(
+    start_sandbox: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _path: SimpleNamespace(free=1 << 30))
+    with pytest.raises(
+        SandboxBuildFailedError, match=r"has 1024 MiB free, but a sandbox with storage_mb = 400 needs 1424: free disk space"
+    ):
+        await start_sandbox(limits={"storage_mb": 400})
+    assert audit().total == 0

@@ -10,10 +10,11 @@ import pytest
 
 from capture_proxy.trace import TrainingTrace
 from harness_rl.errors import Cause
+from harness_rl.sandboxes.bubblewrap import Verification
 from harness_rl.sessions.base import RolloutFailure, VerifyResult
 from harness_rl.sessions.causes import TrialFacts
 from harness_rl.sessions.outcome import build_outcome, rollout_record, write_record
-from harness_rl.sessions.verdict import judge
+from harness_rl.sessions.verdict import judge, unpaid
 from harness_rl.sessions.verdict import tests_never_ran as never_ran
 
 SYSTEM = {"role": "system", "content": "You act."}
@@ -239,3 +240,21 @@ def test_each_step_of_a_multi_step_task_is_read(tmp_path: Path) -> None:
     (tmp_path / "steps/two/verifier/reward.txt").write_text("nan")
     with pytest.raises(RolloutFailure, match="not finite"):
         judge(graded({"reward": 0.5}), tmp_path, ["one", "two"], "reward")
+
+
+@pytest.mark.parametrize("cause", [Cause.VERIFIER, Cause.SANDBOX_LOST, Cause.WALL_CLOCK])
+def test_an_agent_that_kept_itself_from_being_graded_earns_nothing(cause: Cause) -> None:
+    failure = RolloutFailure(cause, "rm: exit code 1")
+    for found in (Verification(0, [], ["/usr/bin/rm"]), Verification(0, [], [], ["its disk quota is full"])):
+        assert unpaid(failure, [found], "its agent").env_reward == 0.0
+
+
+def test_a_failure_that_is_not_the_agents_doing_stays_unscorable() -> None:
+    for failure, found in (
+        (RolloutFailure(Cause.VERIFIER, "no reward"), Verification(3, ["/tests/x"], [])),
+        (RolloutFailure(Cause.CAPTURE, "the proxy died"), Verification(0, [], ["/usr/bin/rm"])),
+        (RolloutFailure(Cause.CANCELLED, "stopped"), Verification(0, [], ["/usr/bin/rm"])),
+    ):
+        with pytest.raises(RolloutFailure) as caught:
+            unpaid(failure, [found], "its agent")
+        assert caught.value is failure

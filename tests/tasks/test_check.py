@@ -50,6 +50,17 @@ async def test_the_quickstart_has_no_problems(task: Path) -> None:
             assert report.ok
 
 
+def test_a_separate_verifier_needs_declared_artifacts(task: Path) -> None:
+    replace(task, "[verifier]", '[verifier]\nenvironment_mode = "separate"')
+    assert rules(task) == ["artifacts"]
+    document = (task / "task.toml").read_text()
+    (task / "task.toml").write_text(f'artifacts = ["/app/hello.txt"]\n{document}')
+    assert rules(task) == []
+    (task / "task.toml").write_text(document)
+    (task / "instruction.md").write_text("Put your answer into /logs/artifacts/answer.")
+    assert rules(task) == []
+
+
 @pytest.mark.parametrize(
     ("old", "new", "rule"),
     [
