@@ -191,7 +191,7 @@ async def evaluate_only(config: RunConfig, inputs: Inputs, *, console: Console |
         assert inputs.eval_factory is not None
         measure = partial(
             evaluate,
-            RolloutRunner(inputs.eval_factory, journal, inputs.reward_function, config.rollout.max_retries),
+            RolloutRunner(inputs.eval_factory, journal, inputs.reward_function, config.rollout.max_retries, config.reward.deadline_s),
             inputs.eval_rows[: config.eval.max_tasks or None],
             slots=asyncio.Semaphore(config.rollout.max_concurrent_rollouts),
             seed=config.run.seed,

@@ -129,7 +129,7 @@ class TrainingRun:
     async def _attempt(self) -> RunResult:
         """One learner's life."""
         config = self.config
-        runner = RolloutRunner(self.factory, self.journal, self.reward_function, config.rollout.max_retries)
+        runner = RolloutRunner(self.factory, self.journal, self.reward_function, config.rollout.max_retries, config.reward.deadline_s)
         assembler = Assembler(
             config.rollout.groups_per_step,
             config.rollout.max_group_replacements,
