@@ -100,6 +100,9 @@ def resolve_inputs(
         advantage_function=load_object(own, "rollout.advantage_function") if (own := config.rollout.advantage_function) else None,
     )
     check_patchable(config, inputs.model_path)
+    for one in (factory, eval_factory):
+        if isinstance(one, HarborSessionFactory):
+            one.refuse_unrunnable()
     return inputs
 
 
