@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from harness_rl.orchestrator.journal import GroupState, Journal, RolloutFate
+from harness_rl.orchestrator.runfiles import write_whole
 from harness_rl.sessions.outcome import OUTCOME_FILE
 
 log = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ def settle(journal: Journal, rollouts_dir: Path) -> Accounts:
 
 
 def write_accounts(accounts: Accounts, run_dir: Path) -> None:
-    (run_dir / "accounts.json").write_text(json.dumps(accounts.as_dict(), indent=1) + "\n")
+    write_whole(run_dir / "accounts.json", json.dumps(accounts.as_dict(), indent=1) + "\n")
 
 
 def _fate(rollout: RolloutFate) -> str:

@@ -38,6 +38,7 @@ from harness_rl.orchestrator.journal import Journal
 from harness_rl.orchestrator.rewards import RewardFunction, load_reward_function
 from harness_rl.orchestrator.rollout import RolloutRunner
 from harness_rl.orchestrator.run import Observer, RunResult, TrainingRun
+from harness_rl.orchestrator.runfiles import own_files, write_whole
 from harness_rl.orchestrator.services import Services, services
 from harness_rl.orchestrator.warmup import WarmStart, read_warm_start, warm_start_path, warm_up
 from harness_rl.sessions.base import SessionFactory
@@ -224,9 +225,12 @@ async def _warm_start(config: RunConfig, running: Services, inputs: Inputs, jour
 
 @asynccontextmanager
 async def opened(config: RunConfig, console: Console | None) -> AsyncIterator[tuple[RunState, Journal]]:
-    """The run folder, its journal and the panel, for as long as the run lives."""
+    """The run folder, its journal and the panel, for as long as the run lives.
+
+    Raises HarnessRLError where a file of the run cannot be written, whichever it is.
+    """
     state = RunState(config.run.name, config.run.steps)
-    with run_folder(config), Panel(state, console=console) as panel:
+    with own_files(config.run_dir), run_folder(config), Panel(state, console=console) as panel:
         journal = Journal(config.run_dir / "journal.sqlite")
         drawing = asyncio.create_task(panel.run())
         try:
@@ -268,7 +272,7 @@ def run_folder(config: RunConfig) -> Iterator[None]:
             free = shutil.disk_usage(folder).free
             if free < _FREE_BYTES:
                 raise UserError(f"run folder {folder}: the disk has {free >> 20} MiB free, a run needs {_FREE_BYTES >> 20}; set run.dir")
-            (folder / "config.toml").write_text(to_toml(config))
+            write_whole(folder / "config.toml", to_toml(config))
             handler = _LogFile(folder / "logs" / "control.log")
         except BlockingIOError:
             raise UserError(f"run folder {folder} is in use by another process; set run.name to another name") from None
