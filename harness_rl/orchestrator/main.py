@@ -123,16 +123,8 @@ async def train(config: RunConfig, inputs: Inputs, *, resume: bool = False, cons
 
     However it ends, its accounts are written and shown.
     """
-    async with opened(config, console) as (state, journal):
-        try:
-            outcome = await _train(config, inputs, resume, journal, state)
-            state.phase = "done"
-            return outcome
-        except BaseException as error:
-            state.phase = "stopped" if isinstance(error, asyncio.CancelledError) else "failed"
-            raise
-        finally:
-            _close(config, journal, state, console or Console())
+    async with accounted(config, console) as (state, journal):
+        return await _train(config, inputs, resume, journal, state)
 
 
 async def _train(config: RunConfig, inputs: Inputs, resume: bool, journal: Journal, state: RunState) -> Outcome:
@@ -182,7 +174,7 @@ async def warm_start_only(config: RunConfig, inputs: Inputs, *, console: Console
     found = read_warm_start(warm_start_path(config, inputs.factory, inputs.model_path, inputs.rows))
     if found is not None:
         return Outcome(config.run_dir, warm_start=found)
-    async with opened(config, console) as (state, journal), services(config, inputs.model_path, state) as running:
+    async with accounted(config, console) as (state, journal), services(config, inputs.model_path, state) as running:
         _bind(running, inputs)
         return Outcome(config.run_dir, warm_start=await _warm_start(config, running, inputs, journal, state))
 
@@ -190,7 +182,7 @@ async def warm_start_only(config: RunConfig, inputs: Inputs, *, console: Console
 async def evaluate_only(config: RunConfig, inputs: Inputs, *, console: Console | None = None) -> Outcome:
     if not inputs.eval_rows:
         raise UserError("tasks.eval: name the folder of tasks to evaluate on")
-    async with opened(config, console) as (state, journal), services(config, inputs.model_path, state, trains=False) as running:
+    async with accounted(config, console) as (state, journal), services(config, inputs.model_path, state, trains=False) as running:
         _bind(running, inputs)
         assert inputs.eval_factory is not None
         measure = partial(
@@ -243,6 +235,20 @@ async def opened(config: RunConfig, console: Console | None) -> AsyncIterator[tu
             with contextlib.suppress(asyncio.CancelledError):
                 await drawing
             journal.close()
+
+
+@asynccontextmanager
+async def accounted(config: RunConfig, console: Console | None) -> AsyncIterator[tuple[RunState, Journal]]:
+    """`opened`; however it ends, its accounts are written and shown."""
+    async with opened(config, console) as (state, journal):
+        try:
+            yield state, journal
+            state.phase = "done"
+        except BaseException as error:
+            state.phase = "stopped" if isinstance(error, asyncio.CancelledError) else "failed"
+            raise
+        finally:
+            _close(config, journal, state, console or Console())
 
 
 class _LogFile(logging.FileHandler):

@@ -24,7 +24,7 @@ from harness_rl.learner.rows import Row, build_rows
 from harness_rl.learner.spec import LearnerSpec
 from harness_rl.metrics import RunState
 from harness_rl.orchestrator.evaluate import evaluate, task_name
-from harness_rl.orchestrator.journal import Journal
+from harness_rl.orchestrator.journal import DEMONSTRATION, Journal
 from harness_rl.orchestrator.learner_process import LearnerProcess, SyncHooks, SyncReport, start_learner
 from harness_rl.orchestrator.rollout import RolloutRunner
 from harness_rl.orchestrator.schedule import TaskOrder
@@ -279,7 +279,7 @@ async def _demonstrate(config: RunConfig, runner: RolloutRunner, rows: list[dict
     async def one(index: int, row: dict[str, Any]) -> list[Row]:
         async with slots:
             script = runner.factory.demonstration(row)
-            rollout = await runner.run(row, group_id=f"demo-{step:03d}", member=index, seed=index, script=script)
+            rollout = await runner.run(row, group_id=f"{DEMONSTRATION}{step:03d}", member=index, seed=index, script=script)
         if rollout.outcome is None or rollout.reward is None or rollout.reward <= 0:
             raise HarnessRLError(
                 f"warm-up: the solution of {task_name(row)} got reward {rollout.reward} ({', '.join(rollout.causes) or 'verified'}); "
