@@ -228,6 +228,11 @@ class Journal:
             last[member] = RolloutEntry(rollout_id, member, attempt, reward, causes.get(member, []), seconds)
         return list(last.values())
 
+    def running(self) -> set[str]:
+        """Attempts without an end: under way, or of a process that died."""
+        found = self._db.execute("SELECT rollout_id FROM rollouts WHERE state = ?", (RolloutState.RUNNING,))
+        return {rollout_id for (rollout_id,) in found}
+
     def fates(self) -> list[RolloutFate]:
         """Every ended attempt of the run."""
         query = (

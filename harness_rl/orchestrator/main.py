@@ -31,6 +31,7 @@ from harness_rl.errors import UserError, first_error
 from harness_rl.imports import load_object
 from harness_rl.metrics import RunState, read_metrics
 from harness_rl.models import resolve_model
+from harness_rl.orchestrator.abandoned import close_dead_sessions
 from harness_rl.orchestrator.accounts import settle, write_accounts
 from harness_rl.orchestrator.credit import AdvantageFunction
 from harness_rl.orchestrator.evaluate import Evaluation, evaluate
@@ -129,6 +130,10 @@ async def train(config: RunConfig, inputs: Inputs, *, resume: bool = False, cons
 
 async def _train(config: RunConfig, inputs: Inputs, resume: bool, journal: Journal, state: RunState) -> Outcome:
     model, warm = inputs.model_path, None
+    if resume:
+        sessions, turns = await close_dead_sessions(config.run_dir, journal.running())
+        if sessions:
+            state.say(f"closed {sessions} capture sessions of a process that died; {turns} turns of running rollouts are kept as abandoned")
     async with services(config, inputs.model_path, state, adapters=Adapters.of(config)) as running:
         _bind(running, inputs)
         if config.warmup.enabled and not (resume and any(config.run_dir.glob("checkpoints/step-*"))):
