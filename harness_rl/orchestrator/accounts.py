@@ -35,8 +35,8 @@ WAITING = "waiting"
 @dataclass
 class Accounts:
     rollouts: Counter[str] = field(default_factory=Counter)
-    """Every attempt, by what became of it: `trained`, `evaluated`, `demonstrated`, `waiting`, the reason for which its group was dropped, or the cause
-    of its failure."""
+    """Every attempt, by what became of it: `trained`, `evaluated`, `demonstrated`, `waiting`, the reason for which its group was
+    dropped, or the cause of its failure."""
     failures: Counter[str] = field(default_factory=Counter)
     """The failed attempts among them, by whose fault it was. Under `model`: scored ones that a limit or the agent's time cut, which keep
     their reward, since what a model does is never a failure of the rollout."""
