@@ -326,8 +326,11 @@ def _models_fetch(options: argparse.Namespace) -> int:
 def _agents_build(options: argparse.Namespace) -> int:
     import asyncio
 
-    from harness_rl.agents.registry import build_agent
+    from harness_rl.agents.registry import build_agent, check_name
+    from harness_rl.sandboxes.preflight import refuse_unless_able
 
+    check_name(options.name)
+    refuse_unless_able()  # a layer is built in a sandbox
     for path in asyncio.run(build_agent(options.name, lambda line: print(line, file=sys.stderr, flush=True))):
         print(path)
     return 0

@@ -293,7 +293,10 @@ class TasksSection(Section):
 
 class RewardSection(Section):
     function: str | None = None
-    """`module:function` or `file.py:function`: outcome -> float | None."""
+    """`module:function` or `file.py:function`: outcome -> float | None. One that is not asynchronous is called in
+    threads, several at once."""
+    deadline_s: float = Field(120.0, gt=0)
+    """Of one call of that function; a rollout whose call takes longer is left out as `reward_timeout`."""
     weights: list[float] = []
     """Of `reward_funcs`, in their order; none: 1 each."""
     key: str = "reward"

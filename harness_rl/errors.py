@@ -86,6 +86,8 @@ class Cause(StrEnum):
     """The verifier failed or left no valid reward."""
     REWARD_FUNCTION = "reward_function"
     """`rollout_reward_fn` raised or returned something that is not a finite float or None."""
+    REWARD_TIMEOUT = "reward_timeout"
+    """`rollout_reward_fn` had not returned after `reward.deadline_s`."""
     REWARD_NONE = "reward_none"
     """`rollout_reward_fn` returned None: the user asked to leave this rollout out."""
     CANCELLED = "cancelled"
@@ -118,6 +120,7 @@ _FAULTS = {
     Cause.WALL_CLOCK: Fault.PROVIDER,
     Cause.VERIFIER: Fault.TASK,
     Cause.REWARD_FUNCTION: Fault.USER,
+    Cause.REWARD_TIMEOUT: Fault.USER,
     Cause.REWARD_NONE: Fault.USER,
     Cause.CANCELLED: Fault.OURS,
     Cause.ABANDONED: Fault.OURS,

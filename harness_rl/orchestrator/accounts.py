@@ -8,11 +8,15 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from harness_rl.orchestrator.journal import GroupState, Journal, RolloutFate
+from harness_rl.errors import Fault
+from harness_rl.orchestrator.journal import DEMONSTRATION, GroupState, Journal, RolloutFate
+from harness_rl.orchestrator.runfiles import write_whole
+from harness_rl.sessions.base import StopReason
 from harness_rl.sessions.outcome import OUTCOME_FILE
 
 log = logging.getLogger(__name__)
@@ -20,6 +24,10 @@ log = logging.getLogger(__name__)
 TRAINED = "trained"
 EVALUATED = "evaluated"
 """Of an evaluation or a warm start's check: scored, and in no group of the run."""
+DEMONSTRATED = "demonstrated"
+"""A task's own solution, captured for a warm start."""
+_CUT = frozenset({StopReason.LIMIT, StopReason.AGENT_TIMEOUT})
+
 WAITING = "waiting"
 """Scored, in a group that no update used yet."""
 
@@ -27,16 +35,17 @@ WAITING = "waiting"
 @dataclass
 class Accounts:
     rollouts: Counter[str] = field(default_factory=Counter)
-    """Every attempt, by what became of it: `trained`, `evaluated`, `waiting`, the reason for which its group was dropped, or the cause
-    of its failure."""
+    """Every attempt, by what became of it: `trained`, `evaluated`, `demonstrated`, `waiting`, the reason for which its group was
+    dropped, or the cause of its failure."""
     failures: Counter[str] = field(default_factory=Counter)
-    """The failed attempts among them, by whose fault it was."""
+    """The failed attempts among them, by whose fault it was. Under `model`: scored ones that a limit or the agent's time cut, which keep
+    their reward, since what a model does is never a failure of the rollout."""
     calls: Counter[str] = field(default_factory=Counter)
     """Every model call that a recorded session saw, by what became of it; calls that could train share their rollout's fate."""
     tokens: Counter[str] = field(default_factory=Counter)
     """Sampled tokens of recorded sessions, by the fate of their rollout."""
     rows: Counter[str] = field(default_factory=Counter)
-    """Rows given to the learner in steps that count, by their state."""
+    """Rows given to the learner in steps that count, by their state; rejected ones also by their cause."""
     unrecorded: int = 0
     """Attempts without a record in rollouts/: their process was killed, or they failed before a session was open."""
 
@@ -51,7 +60,10 @@ def settle(journal: Journal, rollouts_dir: Path) -> Accounts:
         accounts.rollouts[fate] += 1
         if rollout.cause is not None:
             accounts.failures[rollout.cause.fault] += 1
-        capture = _capture(rollouts_dir / rollout.rollout_id)
+        record = _record(rollouts_dir / rollout.rollout_id)
+        if rollout.cause is None and record.get("stop_reason") in _CUT:
+            accounts.failures[Fault.MODEL] += 1
+        capture = record.get("capture")
         if capture is None:
             accounts.unrecorded += 1
             continue
@@ -62,7 +74,17 @@ def settle(journal: Journal, rollouts_dir: Path) -> Accounts:
 
 
 def write_accounts(accounts: Accounts, run_dir: Path) -> None:
-    (run_dir / "accounts.json").write_text(json.dumps(accounts.as_dict(), indent=1) + "\n")
+    write_whole(run_dir / "accounts.json", json.dumps(accounts.as_dict(), indent=1) + "\n")
+
+
+def row_fates(states: Mapping[str, str], reasons: Mapping[str, str]) -> Counter[str]:
+    """A step's rows by state; where the learner gives a row's reason, also by that, without the row's own name."""
+    fates: Counter[str] = Counter()
+    for row_id, state in states.items():
+        reason = reasons.get(row_id, "")
+        cause = reason.partition(": ")[2] or reason
+        fates[f"{state} ({cause:.60})" if cause else str(state)] += 1
+    return fates
 
 
 def _fate(rollout: RolloutFate) -> str:
@@ -70,7 +92,7 @@ def _fate(rollout: RolloutFate) -> str:
         return rollout.cause
     match rollout.group_state:
         case None:
-            return EVALUATED
+            return DEMONSTRATED if rollout.group_id.startswith(DEMONSTRATION) else EVALUATED
         case GroupState.TRAINED | GroupState.DURABLE:
             return TRAINED
         case GroupState.DROPPED:
@@ -79,13 +101,13 @@ def _fate(rollout: RolloutFate) -> str:
             return WAITING
 
 
-def _capture(folder: Path) -> dict[str, Any] | None:
-    """The proxy's last word on the rollout's session."""
+def _record(folder: Path) -> dict[str, Any]:
+    """What the rollout left; `capture` in it is the proxy's last word on its session. Empty: nothing that can be read."""
     try:
-        found: dict[str, Any] | None = json.loads((folder / OUTCOME_FILE).read_text())["capture"]
+        found = json.loads((folder / OUTCOME_FILE).read_text())
     except FileNotFoundError:
-        return None
-    except (ValueError, KeyError, TypeError) as error:
+        return {}
+    except ValueError as error:
         log.warning("%s cannot be read: %r", folder / OUTCOME_FILE, error)
-        return None
-    return found
+        return {}
+    return found if isinstance(found, dict) else {}

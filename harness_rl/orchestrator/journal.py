@@ -37,6 +37,8 @@ CREATE INDEX IF NOT EXISTS rollouts_by_group ON rollouts (group_id);
 
 
 RUN_ENDED = "run_ended"
+DEMONSTRATION = "demo-"
+"""Beginning of the group ids of a warm start's demonstrations, which no group of the journal is."""
 
 
 class GroupState(StrEnum):
@@ -80,6 +82,7 @@ class RolloutFate:
     """One attempt, and what became of its group; an evaluation's rollouts have no group in the journal."""
 
     rollout_id: str
+    group_id: str
     cause: Cause | None
     """Of a failed attempt."""
     group_state: GroupState | None
@@ -187,7 +190,7 @@ class Journal:
         )
 
     def end_step(self, step: int, version: str, rows: dict[str, int]) -> None:
-        """`rows`: number of rows by state."""
+        """`rows`: number of rows by state and cause."""
         self._db.execute("INSERT OR REPLACE INTO steps VALUES (?, ?, NULL, ?, ?)", (step, version, json.dumps(rows), time.time()))
 
     def counts(self) -> dict[str, dict[str, int]]:
@@ -225,16 +228,21 @@ class Journal:
             last[member] = RolloutEntry(rollout_id, member, attempt, reward, causes.get(member, []), seconds)
         return list(last.values())
 
+    def running(self) -> set[str]:
+        """Attempts without an end: under way, or of a process that died."""
+        found = self._db.execute("SELECT rollout_id FROM rollouts WHERE state = ?", (RolloutState.RUNNING,))
+        return {rollout_id for (rollout_id,) in found}
+
     def fates(self) -> list[RolloutFate]:
         """Every ended attempt of the run."""
         query = (
-            "SELECT r.rollout_id, r.cause, g.state, g.reason FROM rollouts r LEFT JOIN groups g USING (group_id) "
+            "SELECT r.rollout_id, r.group_id, r.cause, g.state, g.reason FROM rollouts r LEFT JOIN groups g USING (group_id) "
             "WHERE r.state != ? ORDER BY r.rowid"
         )
         found = self._db.execute(query, (RolloutState.RUNNING,)).fetchall()
         return [
-            RolloutFate(rollout_id, Cause(cause) if cause else None, GroupState(state) if state else None, reason)
-            for rollout_id, cause, state, reason in found
+            RolloutFate(rollout_id, group_id, Cause(cause) if cause else None, GroupState(state) if state else None, reason)
+            for rollout_id, group_id, cause, state, reason in found
         ]
 
     def rows_by_state(self) -> Counter[str]:

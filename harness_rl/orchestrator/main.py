@@ -31,6 +31,7 @@ from harness_rl.errors import UserError, first_error
 from harness_rl.imports import load_object
 from harness_rl.metrics import RunState, read_metrics
 from harness_rl.models import resolve_model
+from harness_rl.orchestrator.abandoned import close_dead_sessions
 from harness_rl.orchestrator.accounts import settle, write_accounts
 from harness_rl.orchestrator.credit import AdvantageFunction
 from harness_rl.orchestrator.evaluate import Evaluation, evaluate
@@ -38,6 +39,7 @@ from harness_rl.orchestrator.journal import Journal
 from harness_rl.orchestrator.rewards import RewardFunction, load_reward_function
 from harness_rl.orchestrator.rollout import RolloutRunner
 from harness_rl.orchestrator.run import Observer, RunResult, TrainingRun
+from harness_rl.orchestrator.runfiles import own_files, write_whole
 from harness_rl.orchestrator.services import Services, services
 from harness_rl.orchestrator.warmup import Script, WarmStart, make_scripts, read_warm_start, warm_start_path, warm_up
 from harness_rl.sessions.base import SessionFactory
@@ -100,6 +102,9 @@ def resolve_inputs(
         advantage_function=load_object(own, "rollout.advantage_function") if (own := config.rollout.advantage_function) else None,
     )
     check_patchable(config, inputs.model_path)
+    for one in (factory, eval_factory):
+        if isinstance(one, HarborSessionFactory):
+            one.refuse_unrunnable()
     return inputs
 
 
@@ -119,20 +124,16 @@ async def train(config: RunConfig, inputs: Inputs, *, resume: bool = False, cons
 
     However it ends, its accounts are written and shown.
     """
-    async with opened(config, console) as (state, journal):
-        try:
-            outcome = await _train(config, inputs, resume, journal, state)
-            state.phase = "done"
-            return outcome
-        except BaseException as error:
-            state.phase = "stopped" if isinstance(error, asyncio.CancelledError) else "failed"
-            raise
-        finally:
-            _close(config, journal, state, console or Console())
+    async with accounted(config, console) as (state, journal):
+        return await _train(config, inputs, resume, journal, state)
 
 
 async def _train(config: RunConfig, inputs: Inputs, resume: bool, journal: Journal, state: RunState) -> Outcome:
     model, warm = inputs.model_path, None
+    if resume:
+        sessions, turns = await close_dead_sessions(config.run_dir, journal.running())
+        if sessions:
+            state.say(f"closed {sessions} capture sessions of a process that died; {turns} turns of running rollouts are kept as abandoned")
     async with services(config, inputs.model_path, state, adapters=Adapters.of(config)) as running:
         _bind(running, inputs)
         if config.warmup.enabled and not (resume and any(config.run_dir.glob("checkpoints/step-*"))):
@@ -180,7 +181,7 @@ async def warm_start_only(config: RunConfig, inputs: Inputs, *, console: Console
     found = read_warm_start(warm_start_path(config, inputs.factory, inputs.model_path, inputs.rows, scripts))
     if found is not None:
         return Outcome(config.run_dir, warm_start=found)
-    async with opened(config, console) as (state, journal), services(config, inputs.model_path, state) as running:
+    async with accounted(config, console) as (state, journal), services(config, inputs.model_path, state) as running:
         _bind(running, inputs)
         return Outcome(config.run_dir, warm_start=await _warm_start(config, running, inputs, journal, state, scripts))
 
@@ -188,14 +189,14 @@ async def warm_start_only(config: RunConfig, inputs: Inputs, *, console: Console
 async def evaluate_only(config: RunConfig, inputs: Inputs, *, console: Console | None = None) -> Outcome:
     if not inputs.eval_rows:
         raise UserError("tasks.eval: name the folder of tasks to evaluate on")
-    async with opened(config, console) as (state, journal), services(config, inputs.model_path, state, trains=False) as running:
+    async with accounted(config, console) as (state, journal), services(config, inputs.model_path, state, trains=False) as running:
         _bind(running, inputs)
         if config.engine.urls:
             state.say(whose_weights(running, inputs.model_path))
         assert inputs.eval_factory is not None
         measure = partial(
             evaluate,
-            RolloutRunner(inputs.eval_factory, journal, inputs.reward_function, config.rollout.max_retries),
+            RolloutRunner(inputs.eval_factory, journal, inputs.reward_function, config.rollout.max_retries, config.reward.deadline_s),
             inputs.eval_rows[: config.eval.max_tasks or None],
             slots=asyncio.Semaphore(config.rollout.max_concurrent_rollouts),
             seed=config.run.seed,
@@ -233,9 +234,12 @@ async def _warm_start(
 
 @asynccontextmanager
 async def opened(config: RunConfig, console: Console | None) -> AsyncIterator[tuple[RunState, Journal]]:
-    """The run folder, its journal and the panel, for as long as the run lives."""
+    """The run folder, its journal and the panel, for as long as the run lives.
+
+    Raises HarnessRLError where a file of the run cannot be written, whichever it is.
+    """
     state = RunState(config.run.name, config.run.steps)
-    with run_folder(config), Panel(state, console=console) as panel:
+    with own_files(config.run_dir), run_folder(config), Panel(state, console=console) as panel:
         journal = Journal(config.run_dir / "journal.sqlite")
         drawing = asyncio.create_task(panel.run())
         try:
@@ -248,6 +252,20 @@ async def opened(config: RunConfig, console: Console | None) -> AsyncIterator[tu
             with contextlib.suppress(asyncio.CancelledError):
                 await drawing
             journal.close()
+
+
+@asynccontextmanager
+async def accounted(config: RunConfig, console: Console | None) -> AsyncIterator[tuple[RunState, Journal]]:
+    """`opened`; however it ends, its accounts are written and shown."""
+    async with opened(config, console) as (state, journal):
+        try:
+            yield state, journal
+            state.phase = "done"
+        except BaseException as error:
+            state.phase = "stopped" if isinstance(error, asyncio.CancelledError) else "failed"
+            raise
+        finally:
+            _close(config, journal, state, console or Console())
 
 
 class _LogFile(logging.FileHandler):
@@ -277,7 +295,7 @@ def run_folder(config: RunConfig) -> Iterator[None]:
             free = shutil.disk_usage(folder).free
             if free < _FREE_BYTES:
                 raise UserError(f"run folder {folder}: the disk has {free >> 20} MiB free, a run needs {_FREE_BYTES >> 20}; set run.dir")
-            (folder / "config.toml").write_text(to_toml(config))
+            write_whole(folder / "config.toml", to_toml(config))
             handler = _LogFile(folder / "logs" / "control.log")
         except BlockingIOError:
             raise UserError(f"run folder {folder} is in use by another process; set run.name to another name") from None

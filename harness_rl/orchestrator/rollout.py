@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from harness_rl.config import RewardSection
 from harness_rl.errors import Cause
 from harness_rl.orchestrator.journal import Journal, RolloutState
 from harness_rl.orchestrator.rewards import RewardFunction, score
@@ -50,6 +51,7 @@ class RolloutRunner:
     journal: Journal
     reward_function: RewardFunction | None
     max_retries: int
+    reward_deadline_s: float = RewardSection().deadline_s
     retry_pause_s: float = 0.5
     """Mean of the jittered pause before a retry, so that a burst of failures does not come back as a burst."""
 
@@ -99,7 +101,7 @@ class RolloutRunner:
                 outcome = session.outcome()
                 if self.reward_function is None:
                     session.verify()  # says why, where the verdict is not valid
-                return outcome, await score(outcome, self.reward_function)
+                return outcome, await score(outcome, self.reward_function, self.reward_deadline_s)
             finally:
                 await session.close()
         except RolloutFailure:

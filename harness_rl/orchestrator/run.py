@@ -27,6 +27,7 @@ from harness_rl.errors import HarnessRLError, InvariantError, LearnerError, Lear
 from harness_rl.learner.link import Message
 from harness_rl.learner.rows import mark_stale, parse_version
 from harness_rl.metrics import Metric, MetricsLog, RunState, mean
+from harness_rl.orchestrator.accounts import row_fates
 from harness_rl.orchestrator.batches import Assembler, Batch
 from harness_rl.orchestrator.credit import AdvantageFunction
 from harness_rl.orchestrator.evaluate import Evaluation, evaluate
@@ -129,7 +130,7 @@ class TrainingRun:
     async def _attempt(self) -> RunResult:
         """One learner's life."""
         config = self.config
-        runner = RolloutRunner(self.factory, self.journal, self.reward_function, config.rollout.max_retries)
+        runner = RolloutRunner(self.factory, self.journal, self.reward_function, config.rollout.max_retries, config.reward.deadline_s)
         assembler = Assembler(
             config.rollout.groups_per_step,
             config.rollout.max_group_replacements,
@@ -339,7 +340,7 @@ class TrainingRun:
             if message.type != "result":
                 continue
             batch = self._leased.pop(message["step"])
-            rows = Counter(str(state) for state in message["rows"].values())
+            rows = row_fates(message["rows"], message["reasons"])
             self.journal.move_groups([group.group_id for group in batch.groups], GroupState.TRAINED, step=batch.step)
             self.journal.end_step(batch.step, message["version"], dict(rows))
             self.state.step = batch.step

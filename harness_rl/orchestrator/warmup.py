@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from harness_rl.config import RunConfig
-from harness_rl.errors import HarnessRLError
+from harness_rl.errors import HarnessRLError, LearnerError, LearnerGone
 from harness_rl.learner.rows import Row, build_rows
 from harness_rl.learner.spec import LearnerSpec
 from harness_rl.metrics import RunState
 from harness_rl.orchestrator.evaluate import evaluate, task_name
-from harness_rl.orchestrator.journal import Journal
+from harness_rl.orchestrator.journal import DEMONSTRATION, Journal
 from harness_rl.orchestrator.learner_process import LearnerProcess, SyncHooks, SyncReport, start_learner
 from harness_rl.orchestrator.rollout import RolloutRunner
 from harness_rl.orchestrator.schedule import TaskOrder
@@ -125,18 +125,49 @@ async def warm_up(
     """Train on the rows' scripts until the measured success is between `warmup.target_low` and `target_high`; the model is put at
     `warm_start_path`.
 
-    Raises HarnessRLError when all demonstrations are used up below the range, or when one of the solutions does not earn its task's
-    reward.
+    A learner that dies is started again from its newest checkpoint, `learner.max_restarts` times. Raises HarnessRLError when all
+    demonstrations are used up below the range, or when one of the solutions does not earn its task's reward.
     """
-    section = config.warmup
-    state.phase = "warm-up"
     # No reward function: a demonstration is right when the verifier says so, whatever the run rewards.
     runner = RolloutRunner(factory, journal, None, config.rollout.max_retries)
-    # From the end of the list: success is measured at its start, on tasks that a short warm start has not shown.
-    shown = list(zip(rows, scripts, strict=True))[::-1]
-    order = TaskOrder(shown, seed=config.run.seed, shuffle=config.rollout.shuffle_tasks)
-    lineage = "w" + secrets.token_hex(2)
     work = config.run_dir / "warmup"
+    shutil.rmtree(work, ignore_errors=True)  # of a process that died: its checkpoints are no part of this warm start
+    work.mkdir(parents=True)
+    target = Target(config.warmup.target_low, config.warmup.target_high)
+    restarts = 0
+    while True:
+        state.phase = "warm-up"
+        try:
+            ended = await _attempt(config, services, runner, rows, scripts, state, model_path, target, resume=restarts > 0)
+            break
+        except LearnerGone as gone:
+            if restarts == config.learner.max_restarts:
+                raise LearnerError(f"warm-up: {gone}; it was started {restarts + 1} times (learner.max_restarts)") from gone
+            restarts += 1
+            state.say(f"warm-up: {gone}; starting it again from its newest checkpoint")
+            if state.holding:
+                await services.renew_engine()  # it died within a weight update: nobody knows what the engine holds
+    path = warm_start_path(config, factory, model_path, rows, scripts)
+    _publish(ended.checkpoint, path, {"success": ended.success, "demonstrations": ended.demonstrations})
+    shutil.rmtree(work, ignore_errors=True)
+    return WarmStart(path, ended.success, ended.demonstrations)
+
+
+async def _attempt(
+    config: RunConfig,
+    services: Services,
+    runner: RolloutRunner,
+    rows: list[dict[str, Any]],
+    scripts: Sequence[Script],
+    state: RunState,
+    model_path: Path,
+    target: Target,
+    *,
+    resume: bool,
+) -> Check:
+    """One learner's life. Raises LearnerGone."""
+    section, work = config.warmup, config.run_dir / "warmup"
+    lineage = "w" + secrets.token_hex(2)
 
     async def hold(version: str) -> None:
         await services.hold(f"weights {version}", config.proxy.hold_timeout_s)
@@ -169,8 +200,8 @@ async def warm_up(
         probe_bound=config.sync.probe_bound,
         checkpoint_every=section.check_every,
         keep_checkpoints=2,
+        resume=resume,
     )
-    work.mkdir(parents=True, exist_ok=True)
     learner = await start_learner(
         spec,
         python=services.torch_python(config.learner.python),
@@ -182,35 +213,47 @@ async def warm_up(
     try:
         async with services.watched(learner.resync):
             await learner.next(config.learner.start_timeout_s)
-            ended = await _train(config, runner, order, rows, learner, state)
+            return await _train(config, runner, list(zip(rows, scripts, strict=True)), rows, learner, state, target)
     finally:
         await learner.close()
-    target = warm_start_path(config, factory, model_path, rows, scripts)
-    _publish(ended.checkpoint, target, {"success": ended.success, "demonstrations": ended.demonstrations})
-    shutil.rmtree(work, ignore_errors=True)
-    return WarmStart(target, ended.success, ended.demonstrations)
 
 
 async def _train(
     config: RunConfig,
     runner: RolloutRunner,
-    order: TaskOrder[tuple[dict[str, Any], Script]],
+    shown: Sequence[tuple[dict[str, Any], Script]],
     rows: list[dict[str, Any]],
     learner: LearnerProcess,
     state: RunState,
+    target: Target,
 ) -> Check:
     """Where it ended. The next demonstrations are captured while the learner trains on the last ones."""
-    target = Target(config.warmup.target_low, config.warmup.target_high)
-    section, timeout = config.warmup, config.learner.step_timeout_s
+    section, timeout, first = config.warmup, config.learner.step_timeout_s, learner.step
     slots = asyncio.Semaphore(config.rollout.max_concurrent_rollouts)  # of both: demonstrations go on beside a measurement
     steps = -(-section.demonstrations // section.batch)
+    # From the end of the list: success is measured at its start, on tasks that a short warm start has not shown.
+    order = TaskOrder(shown[::-1], seed=config.run.seed, shuffle=config.rollout.shuffle_tasks, position=first * section.batch)
 
     def demonstrate(step: int) -> asyncio.Task[list[Row]]:
         return tasks.create_task(_demonstrate(runner, [order.next()[1] for _ in range(section.batch)], step, slots))
 
+    async def look(step: int) -> Check | None:
+        """Measure the weights after `step`, where it is time to; where it ends, or None."""
+        if step * section.batch < section.check_from or step % section.check_every:
+            return None
+        success, count = await _measure(config, runner, rows, state, step, slots)
+        error = math.sqrt(max(0.0, success * (1 - success)) / count) if count else 0.0
+        ended = target.see(Check(success, step * section.batch, await _checkpoint(learner, step, timeout), error))
+        if ended is not None and ended.success - ended.error > section.target_high:
+            state.say(f"warm-up: success jumped over its range to {ended.success:.2f}; lower warmup.learning_rate")
+        return ended
+
+    if first and (ended := await look(first)) is not None:  # the learner before may have died under this measurement
+        return ended
     async with asyncio.TaskGroup() as tasks:
-        coming = demonstrate(1)
-        for step in range(1, steps + 1):
+        coming = demonstrate(first + 1) if first < steps else None
+        for step in range(first + 1, steps + 1):
+            assert coming is not None
             await learner.link.send_batch(step, await coming, timeout)
             if step < steps:
                 coming = demonstrate(step + 1)
@@ -218,15 +261,8 @@ async def _train(
                 continue
             state.say(f"warm-up: {step * section.batch} demonstrations, loss {message['metrics'].get('loss', float('nan')):.3f}")
             changed = message["metrics"].get("updates", 1) > 0
-            if step * section.batch < section.check_from or step % section.check_every or not changed:
-                continue
-            success, count = await _measure(config, runner, rows, state, step, slots)
-            error = math.sqrt(max(0.0, success * (1 - success)) / count) if count else 0.0
-            ended = target.see(Check(success, step * section.batch, await _checkpoint(learner, step, timeout), error))
-            if ended is not None:
+            if changed and (ended := await look(step)) is not None:
                 coming.cancel()
-                if ended.success - ended.error > section.target_high:
-                    state.say(f"warm-up: success jumped over its range to {ended.success:.2f}; lower warmup.learning_rate")
                 return ended
     if target.inside is not None:
         return target.inside
@@ -268,7 +304,7 @@ async def _demonstrate(runner: RolloutRunner, shown: list[tuple[dict[str, Any], 
 
     async def one(index: int, row: dict[str, Any], script: Script) -> list[Row]:
         async with slots:
-            rollout = await runner.run(row, group_id=f"demo-{step:03d}", member=index, seed=index, script=script)
+            rollout = await runner.run(row, group_id=f"{DEMONSTRATION}{step:03d}", member=index, seed=index, script=script)
         if rollout.outcome is None or rollout.reward is None or rollout.reward <= 0:
             raise HarnessRLError(
                 f"warm-up: the solution of {task_name(row)} got reward {rollout.reward} ({', '.join(rollout.causes) or 'verified'}); "

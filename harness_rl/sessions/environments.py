@@ -19,7 +19,7 @@ from harness_rl.config import SandboxSection
 from harness_rl.errors import Cause, UserError
 from harness_rl.sessions.base import RolloutFailure
 from harness_rl.sessions.openenv import SessionWatch
-from harness_rl.sessions.ownthread import OwnThread, contained
+from harness_rl.sessions.ownthread import OwnThread, awaited
 from harness_rl.sessions.toolloop import Message, Tool
 from harness_rl.sessions.toolschema import Schema, function_name, tool_schema
 
@@ -77,9 +77,9 @@ class Instance:
 
     async def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if inspect.iscoroutinefunction(function):
-            return await _awaited(function(*args, **kwargs))
+            return await awaited(function(*args, **kwargs))
         result = await self._thread.call(function, *args, **kwargs)
-        return await _awaited(result) if inspect.isawaitable(result) else result
+        return await awaited(result) if inspect.isawaitable(result) else result
 
     async def retire(self) -> None:
         """No further work: it is left, where it is a context manager, and its OpenEnv sessions are closed. Bounded; never raises."""
@@ -95,21 +95,9 @@ class Instance:
         """What it holds outside of this process (a sandbox, a browser) it lets go of in `__aexit__` or `__exit__`."""
         kind = type(self.environment)
         if hasattr(kind, "__aexit__"):
-            await _awaited(self.environment.__aexit__(None, None, None))
+            await awaited(self.environment.__aexit__(None, None, None))
         elif hasattr(kind, "__exit__"):
             await self._thread.call(self.environment.__exit__, None, None, None)
-
-
-async def _awaited(work: Any) -> Any:
-    try:
-        return await work
-    except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
-            raise
-        raise RuntimeError("it was cancelled from within") from None
-    except BaseException as error:  # also sys.exit(), which must not end the run
-        raise contained(error) from error
 
 
 class EnvironmentKind:

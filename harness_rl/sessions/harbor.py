@@ -92,6 +92,22 @@ class HarborSessionFactory:
         """One row a task: `prompt` (its instruction), `task_name`, `task_path`."""
         return [{"prompt": task.instruction, "task_name": task.name, "task_path": str(task.path)} for task in list_tasks(self.split)]
 
+    def refuse_unrunnable(self) -> None:
+        """Raise UserError for the first task that the sandbox cannot run as it is written. Reads files, starts nothing; imports Harbor.
+
+        Whether a task's own solution passes is for `harness-rl tasks check`; training does not need one.
+        """
+        from harness_rl.tasks.lint import NO_SOLUTION, lint
+
+        tasks = list_tasks(self.split)
+        try:
+            refused = {task.name: found for task in tasks if (found := [problem for problem in lint(task) if problem.rule != NO_SOLUTION])}
+        except ModuleNotFoundError as error:
+            raise UserError(f"sessions: {error.name} is not installed; pip install 'harness-rl[harbor]'") from None
+        for name, problems in refused.items():
+            others = f" ({len(refused)} of {len(tasks)} tasks are refused; harness-rl tasks check names all)" if len(refused) > 1 else ""
+            raise UserError(f"task {name}: {problems[0]}{others}")
+
     def demonstration(self, task: dict[str, Any]) -> list[dict[str, Any]]:
         """The task's own solution as turns of a policy inside the harness. Raises UserError."""
         return check_name(self.harness).script(solution_commands(read_task(Path(task["task_path"]))))

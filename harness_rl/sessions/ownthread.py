@@ -12,7 +12,7 @@ import concurrent.futures
 import contextvars
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 
@@ -68,3 +68,16 @@ def contained(error: BaseException) -> Exception:
     if isinstance(error, Exception) and not isinstance(error, StopIteration | StopAsyncIteration):
         return error
     return RuntimeError(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
+
+
+async def awaited(work: Awaitable[Any]) -> Any:
+    """What the user's asynchronous code returns, or raises as an ordinary exception."""
+    try:
+        return await work
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise RuntimeError("it was cancelled from within") from None
+    except BaseException as error:  # also sys.exit(), which must not end the run
+        raise contained(error) from error

@@ -21,6 +21,7 @@ from rich.table import Table
 
 from harness_rl.config import SandboxSection
 from harness_rl.errors import UserError
+from harness_rl.sandboxes.preflight import refuse_unless_able
 from harness_rl.sessions.harbor import SANDBOXES, sandbox_limits
 from harness_rl.tasks.lint import Problem, lint
 from harness_rl.tasks.load import TaskRef, list_tasks
@@ -152,7 +153,9 @@ async def _trial(task: TaskRef, agent: str, spec: CheckSpec, scratch: Path) -> t
 
 
 def check_command(path: Path, *, concurrency: int, as_json: bool) -> int:
-    """Check, print a table or JSON, and return the exit code: 2 when a task is refused. Raises UserError."""
+    """Check, print a table or JSON, and return the exit code: 2 when a task is refused. Raises UserError, also for a machine that cannot
+    run the trials: that is no fault of a task."""
+    refuse_unless_able()
     console, errors = Console(soft_wrap=True), Console(stderr=True)
     with Progress(console=errors, transient=True, disable=not errors.is_terminal) as progress:
         bar = progress.add_task("checking tasks", total=len(list_tasks(path)))

@@ -14,6 +14,7 @@ from harness_rl.tasks.load import SOLUTION, TaskRef
 
 TEST = "tests/test.sh"
 HANDED_OVER = "/logs/artifacts"
+NO_SOLUTION = "no_solution"
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def _files(task: TaskRef, has_steps: bool) -> Iterator[Problem]:
     if not (task.path / TEST).is_file():
         yield Problem("no_test", f"{task.path / TEST} is missing; write a verifier that leaves a number in /logs/verifier/reward.txt")
     if not (task.path / SOLUTION).is_file():
-        yield Problem("no_solution", f"{task.path / SOLUTION} is missing; without it nothing shows that the task can be solved")
+        yield Problem(NO_SOLUTION, f"{task.path / SOLUTION} is missing; without it nothing shows that the task can be solved")
 
 
 def _environment(task: TaskRef, config: Any) -> Iterator[Problem]:

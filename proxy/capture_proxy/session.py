@@ -190,6 +190,11 @@ class Session:
             self.log.append({"t": "amend", "node": node_id, "reason": reason.value})
             self._amend(node_id, reason)
 
+    def abandon(self) -> None:
+        """Whoever would have used the turns has died: none of them is trained."""
+        for node_id in self.graph.turns:
+            self.amend(node_id, Reason.ABANDONED)
+
     def deliver(self, call: RunningCall) -> None:
         """The answer's last byte is out. Without this record, as after a kill, a turn trains only if a later request holds its answer."""
         call.delivered = True

@@ -11,13 +11,15 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from harness_rl.metrics import read_metrics
+from harness_rl.sandboxes.ledger import start_time
 from harness_rl.tasks.quickstart import generate
 
 ROOT = Path(__file__).resolve().parents[2]
+GONE_S = 10.0
 CONFIG = """
 [run]
 dir = "{dir}"
@@ -80,16 +82,32 @@ def find(owner: int, words: bytes) -> int:
 class Run:
     process: subprocess.Popen[bytes]
     log: Path
+    parts: dict[int, int] = field(default_factory=dict)
+    """Every process of the run that was seen, by pid with its start time: sandboxes, engine, its workers, learner, proxy."""
 
     @property
     def said(self) -> str:
         return self.log.read_text()
+
+    def look(self) -> None:
+        """Note which processes the run has now. A run that is killed leaves none whose parent tells that it was one of it."""
+        for pid in descendants(self.process.pid):
+            if (started := start_time(pid)) is not None:
+                self.parts[pid] = started
+
+    def left_over(self) -> list[int]:
+        """Those of its processes that still live; a process that was killed has a moment to be gone."""
+        deadline = time.monotonic() + GONE_S
+        while (left := [pid for pid, started in self.parts.items() if start_time(pid) == started]) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return left
 
     def until(self, words: str, seconds: float = 400) -> None:
         """Returns once the run has said `words`."""
         deadline = time.monotonic() + seconds
         while words not in self.said:
             assert self.process.poll() is None and time.monotonic() < deadline, self.said[-3000:]
+            self.look()
             time.sleep(0.2)
 
     def kill(self, words: bytes) -> None:

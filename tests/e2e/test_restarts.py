@@ -25,6 +25,7 @@ from harness_rl.sandboxes.reaper import audit
 
 pytestmark = [pytest.mark.full, pytest.mark.engine, pytest.mark.root]
 LEARNER, PROXY, WORKER, SANDBOX = b"harness_rl.learner", b"capture_proxy", b"VLLM::Worker", b"sandboxes.supervisor"
+SERVER = b"vllm.entrypoints"
 CONTROL, CONTROL_IS_DEAD, STEPS = b"harness_rl.cli", -9, 3
 SETTINGS = [f"run.steps={STEPS}", "checkpoint.every=1", *(f"{part}.max_restarts=3" for part in ("engine", "learner", "proxy"))]
 OPTIONS = [part for setting in SETTINGS for part in ("--set", setting)]
@@ -61,6 +62,7 @@ def await_moment(run: Run, folder: Path, moment: str, part: bytes = CONTROL) -> 
     deadline = time.monotonic() + 400
     while time.monotonic() < deadline:
         assert run.process.poll() is None, f"{moment} was never seen: {run.said[-3000:]}"
+        run.look()
         if MOMENTS[moment](run, folder):
             with contextlib.suppress(LookupError):
                 return run.process.pid if part == CONTROL else find(run.process.pid, part)
@@ -75,11 +77,22 @@ def until_said_again(run: Run, words: str, before: int) -> None:
         time.sleep(0.2)
 
 
-def check_end(folder: Path, said: str, causes: set[str]) -> None:
+def lineages(folder: Path) -> list[str]:
+    """Of the run's policies, in order: each start of a learner opens one."""
+    with contextlib.closing(sqlite3.connect(folder / "journal.sqlite")) as journal:
+        (found,) = journal.execute("SELECT value FROM meta WHERE key = 'lineages'").fetchone()
+    return [lineage for lineage, _ in json.loads(found)]
+
+
+def check_end(folder: Path, run: Run, causes: set[str], *earlier: Run) -> None:
+    """`earlier`: the lives of the run that were killed before this one."""
     check_whole(folder, STEPS)
     assert failed_rollouts(folder) <= causes | {"cancelled"}
-    assert re.search(rf"weights \w+-{STEPS} proven", said)
+    assert re.search(rf"weights \w+-{STEPS} proven", run.said)
     assert audit().total == 0, str(audit())
+    for life in (*earlier, run):
+        assert len(life.parts) > 4, "learner, proxy, engine and its worker, and sandboxes"
+        assert life.left_over() == []
 
 
 @pytest.mark.parametrize(
@@ -87,9 +100,10 @@ def check_end(folder: Path, said: str, causes: set[str]) -> None:
     [
         (LEARNER, "going on from step", set()),
         (WORKER, "the engine died", {"engine"}),
+        (SERVER, "the engine died", {"engine"}),
         (PROXY, "the capture proxy died", {"capture"}),
     ],
-    ids=["learner", "engine", "proxy"],
+    ids=["learner", "engine worker", "engine server", "proxy"],
 )
 def test_a_part_is_killed_at_each_moment_and_started_again(
     config: Path, tmp_path: Path, part: bytes, recovery: str, causes: set[str]
@@ -105,7 +119,10 @@ def test_a_part_is_killed_at_each_moment_and_started_again(
             if part != PROXY:
                 until_said_again(run, " proven", proven)  # weights that were pushed anew, before anything else is killed
         run.ends()
-    check_end(folder, run.said, causes)
+    check_end(folder, run, causes)
+    starts = lineages(folder)
+    assert len(set(starts)) == len(starts)
+    assert part != LEARNER or len(starts) == 1 + len(MOMENTS)
 
 
 def test_where_policies_are_adapters_whatever_is_started_again_samples_under_a_loaded_one(config: Path, tmp_path: Path) -> None:
@@ -121,7 +138,7 @@ def test_where_policies_are_adapters_whatever_is_started_again_samples_under_a_l
             if part != PROXY:
                 until_said_again(run, " proven", proven)
         run.ends()
-    check_end(folder, run.said, {"engine", "capture"})
+    check_end(folder, run, {"engine", "capture"})
     proven = set(re.findall(r"weights (\w+-\d+) proven", run.said))
     sampled = set()
     for file in folder.glob("rollouts/*/trace.bin"):
@@ -144,28 +161,34 @@ def test_whole_trees_of_running_sandboxes_are_killed_at_each_moment_and_their_ro
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         run.ends()
-    check_end(folder, run.said, {"sandbox_lost", "sandbox_start"})
+    check_end(folder, run, {"sandbox_lost", "sandbox_start"})
+    with contextlib.closing(sqlite3.connect(folder / "journal.sqlite")) as journal:
+        (made_again,) = journal.execute(
+            "SELECT COUNT(*) FROM rollouts lost JOIN rollouts again USING (group_id, member) "
+            "WHERE lost.cause LIKE 'sandbox_%' AND again.attempt = lost.attempt + 1"
+        ).fetchone()
+    assert made_again >= 1
 
 
 def test_control_is_killed_at_each_moment_and_the_run_is_resumed_from_the_newest_checkpoint(config: Path, tmp_path: Path) -> None:
-    folder, arguments = tmp_path / "killed", [str(config)]
+    folder, arguments, lives = tmp_path / "killed", [str(config)], []
     for life, moment in enumerate(MOMENTS):
         with running(*arguments, *OPTIONS, log=tmp_path / f"life-{life}.log") as run:
             run.until(" proven")
             os.kill(await_moment(run, folder, moment), signal.SIGKILL)
             assert run.process.wait(10) == CONTROL_IS_DEAD
+        lives.append(run)
         arguments = ["--resume", str(folder)]
     with running(*arguments, *OPTIONS, log=tmp_path / "last.log") as run:
         run.until("going on from step ")
         run.ends()
-    check_end(folder, run.said, {"abandoned"})
+    check_end(folder, run, {"abandoned"}, *lives)
     with sqlite3.connect(folder / "journal.sqlite") as journal:
         versions = [version.split("-") for (version,) in journal.execute("SELECT version FROM steps ORDER BY step")]
-        (lineages,) = journal.execute("SELECT value FROM meta WHERE key = 'lineages'").fetchone()
         states = {state for (state,) in journal.execute("SELECT DISTINCT state FROM groups")}
         twice = journal.execute("SELECT position FROM groups WHERE state = 'durable' GROUP BY position HAVING COUNT(*) > 1").fetchall()
     assert [step for _, step in versions] == [str(step) for step in range(1, STEPS + 1)]
-    assert len({lineage for lineage, _ in json.loads(lineages)}) == 4, "each start opens a lineage of its own"
+    assert len(set(lineages(folder))) == 4, "each start opens a lineage of its own"
     assert states <= {"durable", "dropped"} and not twice
 
 

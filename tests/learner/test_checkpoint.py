@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import errno
 import json
+import os
 import random
 import subprocess
 import sys
@@ -119,15 +121,16 @@ def test_f18_a_full_disk_is_an_error_before_anything_is_written(tmp_path: Path, 
     assert found.newest is not None and found.newest.step == 1 and not found.skipped
 
 
-def test_a_failed_write_leaves_the_previous_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
+def test_a_failed_write_leaves_the_previous_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     t = trainer()
     save(t, tmp_path, 1)
 
     def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(saving.torch, "save", full)
-    with pytest.raises(LearnerError, match="No space left"):
+    with pytest.raises(LearnerError, match=os.strerror(number)):
         save(t, tmp_path, 2, keep=1)
     assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
 

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
+from orchestrator.fakes import FakeFactory, outcome
+from rich.console import Console
 
-from harness_rl.errors import Cause
-from harness_rl.orchestrator.accounts import settle, write_accounts
+from harness_rl.config import RunConfig
+from harness_rl.errors import Cause, HarnessRLError
+from harness_rl.orchestrator import main
+from harness_rl.orchestrator.accounts import row_fates, settle, write_accounts
 from harness_rl.orchestrator.journal import GroupState, Journal, RolloutState
+from harness_rl.orchestrator.rollout import RolloutRunner
+from harness_rl.sessions.base import RolloutFailure
 from harness_rl.sessions.outcome import OUTCOME_FILE
 
 
-def record(folder, calls: dict[str, int], sampled: int) -> None:
+def record(folder, calls: dict[str, int], sampled: int, **more: object) -> None:
     folder.mkdir(parents=True)
     capture = {"calls_seen": sum(calls.values()), "calls_by_reason": calls, "tokens": {"prompt": 9, "sampled": sampled}}
-    (folder / OUTCOME_FILE).write_text(json.dumps({"capture": capture}))
+    (folder / OUTCOME_FILE).write_text(json.dumps({"capture": capture, **more}))
 
 
 @pytest.fixture
@@ -70,3 +79,71 @@ def test_g15_each_thing_is_in_one_place_and_the_places_add_up(journal, tmp_path)
     assert totals == seen
     write_accounts(found, tmp_path)
     assert json.loads((tmp_path / "accounts.json").read_text())["rows"] == {"trained": 9, "stale": 1}
+
+
+def test_demonstrations_are_told_from_evaluations_and_what_a_limit_cut_is_the_models(journal, tmp_path):
+    for group, stop in (("demo-001", "finished"), ("warmup-4-000", "limit"), ("eval-000", "agent_timeout"), ("eval-001", "finished")):
+        journal.open_rollout(f"{group}-0", group, 0, 0)
+        journal.end_rollout(f"{group}-0", RolloutState.SCORED, reward=1.0, turns=1)
+        record(tmp_path / f"{group}-0", {"trained": 1}, 5, stop_reason=stop)
+    found = settle(journal, tmp_path)
+    assert found.rollouts == {"demonstrated": 1, "evaluated": 3}
+    assert found.failures == {"model": 2}
+    assert found.tokens == {"demonstrated": 5, "evaluated": 15}
+
+
+def test_rows_are_counted_by_state_and_cause():
+    states = {"a": "trained", "b": "trained", "c": "rejected", "d": "rejected", "e": "rejected"}
+    reasons = {
+        "c": "row c, turn t1: its prompt hash differs",
+        "d": "row d, turn t9: its prompt hash differs",
+        "e": "row e: no token of it may be trained",
+    }
+    assert row_fates(states, reasons) == {
+        "trained": 2,
+        "rejected (its prompt hash differs)": 2,
+        "rejected (no token of it may be trained)": 1,
+    }
+
+
+@pytest.mark.parametrize("command", ["eval", "warmup"])
+async def test_an_evaluation_and_a_warm_start_leave_accounts_too(tmp_path, monkeypatch, command):
+    """Also one that fails half-way: its rollouts are in the journal, and so in the accounts."""
+    config = RunConfig.model_validate({"run": {"dir": tmp_path, "name": "a"}, "rollout": {"max_retries": 0}})
+
+    async def play(task, episode):
+        if task["task_name"] == "t1":
+            raise RolloutFailure(Cause.VERIFIER, "no verdict")
+        return outcome(1.0)
+
+    @contextlib.asynccontextmanager
+    async def watched(resync):
+        yield
+
+    @contextlib.asynccontextmanager
+    async def services(*_, **__):
+        yield SimpleNamespace(for_sessions=lambda: None, watched=watched, release=lambda version: None)
+
+    async def warm_start(config, running, inputs, journal, state, scripts):
+        runner = RolloutRunner(inputs.factory, journal, None, 0)
+        await runner.run(inputs.rows[0], group_id="demo-001", member=0, seed=0)
+        raise HarnessRLError("stayed below")
+
+    monkeypatch.setattr(main, "services", services)
+    monkeypatch.setattr(main, "_warm_start", warm_start)
+    monkeypatch.setenv("HARNESS_RL_CACHE", str(tmp_path / "cache"))
+    factory = FakeFactory(play)
+    factory.demonstration = lambda row: []
+    inputs = main.Inputs(factory, factory.prompt_rows(), factory, factory.prompt_rows(), None, tmp_path)
+    console = Console(file=io.StringIO(), width=100)
+    if command == "eval":
+        await main.evaluate_only(config, inputs, console=console)
+    else:
+        with pytest.raises(HarnessRLError, match="stayed below"):
+            await main.warm_start_only(config, inputs, console=console)
+    found = json.loads((tmp_path / "a" / "accounts.json").read_text())
+    samples = config.eval.samples
+    expected = {"evaluated": 2 * samples, "verifier": samples} if command == "eval" else {"demonstrated": 1}
+    assert found["rollouts"] == expected
+    shown = console.file.getvalue()
+    assert f"a  {'done' if command == 'eval' else 'failed'}" in shown and "rollouts" in shown

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import random
+from collections import Counter
 
 import pytest
 from hypothesis import example, given, settings
@@ -13,6 +14,7 @@ from harness_rl.config import RunConfig
 from harness_rl.errors import Cause
 from harness_rl.metrics import RunState
 from harness_rl.orchestrator.batches import Assembler, Group, shuffled
+from harness_rl.orchestrator.evaluate import evaluate
 from harness_rl.orchestrator.generation import Generation
 from harness_rl.orchestrator.journal import Journal
 from harness_rl.orchestrator.rollout import Rollout, RolloutRunner
@@ -203,8 +205,42 @@ async def test_g11_cancellation_at_any_point_leaves_no_session_and_no_running_ro
         generation, factory = make(tmp_path / str(attempt), slow, max_staleness=4, max_concurrent_rollouts=3)
         async with producing(generation):
             await asyncio.sleep(random.random() * 0.03)
-        assert factory.open == 0
+        assert factory.open == generation.state.rollouts_running == 0
         assert "running" not in generation.journal.counts()["rollouts"]
+        await take_all(generation.slots, 3)
+
+
+async def take_all(slots, count):
+    """Every slot is free; waits for none."""
+    for _ in range(count):
+        assert not slots.locked()
+        await slots.acquire()
+    assert slots.locked()
+
+
+async def test_g11_a_thousand_cancels_at_any_await_give_every_slot_back(tmp_path):
+    """Whoever holds a slot is cancelled at a random one of its awaits: in the queue for it, in the session, in its end."""
+
+    async def steps(task, episode):
+        for _ in range(5):
+            await asyncio.sleep(0)
+        return outcome(1.0)
+
+    factory, journal, state, slots = FakeFactory(steps), Journal(tmp_path / "journal.sqlite"), RunState("t", 1), asyncio.Semaphore(2)
+    runner, chance, ended = RolloutRunner(factory, journal, None, 0), random.Random(11), Counter()
+    while ended[True] < 1000:
+        number = ended.total()
+        assert number < 4000
+        settings = {"label": f"e{number}", "samples": 3, "temperature": 1.0, "slots": slots, "seed": 0, "state": state}
+        running = asyncio.create_task(evaluate(runner, factory.prompt_rows()[:1], **settings))
+        for _ in range(chance.randrange(24)):
+            await asyncio.sleep(0)
+        running.cancel()
+        ended[(await asyncio.wait({running}))[0].pop().cancelled()] += 1
+        assert (factory.open, state.rollouts_running) == (0, 0)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+    assert "running" not in journal.counts()["rollouts"]
+    await take_all(slots, 2)
 
 
 def test_shuffled_advantages_are_the_same_numbers_and_who_has_none_stays_without():

@@ -73,6 +73,16 @@ def test_f18_a_full_disk_is_named_and_what_was_written_stays(tmp_path):
     journal.close()
 
 
+def test_f18_a_folder_that_turned_read_only_is_named_and_what_was_written_stays(tmp_path):
+    journal = Journal(tmp_path / "j.sqlite")
+    journal.open_group("a", 0, "task")
+    journal._db.execute("PRAGMA query_only = ON")  # SQLite's own way to say so
+    with pytest.raises(HarnessRLError, match=r"cannot be written: attempt to write a readonly database; .* --resume"):
+        journal.move_groups(["a"], GroupState.TRAINED, step=1)
+    journal.close()
+    assert Journal(tmp_path / "j.sqlite").counts()["groups"] == {"running": 1}
+
+
 def test_a_file_that_is_no_journal_is_refused_in_one_line(tmp_path):
     (tmp_path / "j.sqlite").write_text("not a database, not even close to one, really not" * 100)
     with pytest.raises(UserError, match="not a journal"):

@@ -188,7 +188,9 @@ async def test_an_observer_hears_of_each_written_step_and_can_end_the_run(tmp_pa
 
         def ended(self): ...
 
-    messages = iter([Message("result", {"step": n, "version": f"a-{n}", "served": n, "rows": {}, "metrics": {}}) for n in (1, 2, 3)])
+    messages = iter(
+        [Message("result", {"step": n, "version": f"a-{n}", "served": n, "rows": {}, "reasons": {}, "metrics": {}}) for n in (1, 2, 3)]
+    )
 
     async def following(timeout):
         return next(messages)

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 from orchestrator.fakes import FakeFactory, outcome, trace
 
 from harness_rl.config import RunConfig
-from harness_rl.errors import UserError
+from harness_rl.errors import LearnerError, LearnerGone, UserError, first_error
 from harness_rl.learner.link import Message
 from harness_rl.metrics import RunState
+from harness_rl.orchestrator import warmup
 from harness_rl.orchestrator.journal import Journal
 from harness_rl.orchestrator.rollout import RolloutRunner
-from harness_rl.orchestrator.schedule import TaskOrder
 from harness_rl.orchestrator.warmup import (
     Check,
     Target,
@@ -26,6 +28,7 @@ from harness_rl.orchestrator.warmup import (
     make_scripts,
     read_warm_start,
     warm_start_path,
+    warm_up,
 )
 from harness_rl.sessions.harbor import HarborSessionFactory
 
@@ -118,13 +121,13 @@ async def test_demonstrations_and_measurement_together_keep_to_the_runs_bound(tm
         return Message("result", {"metrics": {"updates": 1}})
 
     factory, journal = FakeFactory(play), Journal(tmp_path / "journal.sqlite")
-    learner = SimpleNamespace(link=SimpleNamespace(send_batch=send_batch), next=following, last_checkpoint=None, sent=0)
+    learner = SimpleNamespace(link=SimpleNamespace(send_batch=send_batch), next=following, last_checkpoint=None, sent=0, step=0)
     warmup = {"demonstrations": 12, "batch": 4, "check_from": 4, "target_low": 0.9, "target_high": 1.0}
     config = RunConfig.model_validate({"rollout": {"max_concurrent_rollouts": 2}, "warmup": warmup})
     rows = factory.prompt_rows()
-    order = TaskOrder([(row, [{"content": "Done."}]) for row in rows], seed=0, shuffle=False)
+    shown = [(row, [{"content": "Done."}]) for row in rows]
     runner = RolloutRunner(factory, journal, None, 0)
-    ended = await _train(config, runner, order, rows, learner, RunState("t", 1))
+    ended = await _train(config, runner, shown, rows, learner, RunState("t", 1), Target(0.9, 1.0))
     assert (ended.success, factory.most_open) == (1.0, 2)
 
 
@@ -180,3 +183,104 @@ def test_only_a_whole_warm_start_is_found(tmp_path):
     assert found is not None
     assert (found.success, found.demonstrations) == (0.4, 40)
     assert sorted(path.name for path in target.iterdir()) == ["config.json", "model.safetensors", "warmup.json"]
+
+
+class DyingLearner:
+    """Trains a step for each batch and saves it; one that is to die does so once it has saved `dies_after` steps."""
+
+    def __init__(self, work: Path, step: int, dies_after: int | None) -> None:
+        self.work, self.step, self.dies_after = work, step, dies_after
+        self.link, self.resync, self.close = self, AsyncMock(), AsyncMock()
+        self.last_checkpoint = Message("checkpoint", {"step": step, "path": str(work / f"step-{step}")})
+        self.trained = []
+
+    async def send_batch(self, step, rows, timeout):
+        self.trained.append(step)
+        (self.work / f"step-{step}").mkdir()
+        self.last_checkpoint = Message("checkpoint", {"step": step, "path": str(self.work / f"step-{step}")})
+
+    async def next(self, timeout):
+        if self.trained and self.trained[-1] == self.dies_after:
+            raise LearnerGone("the learner went away: killed by SIGKILL")
+        return Message("result", {"metrics": {"loss": 0.5}})
+
+
+class Warming:
+    """A warm start whose learners, one after another, die after the steps of `deaths`; success grows with the steps."""
+
+    def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deaths: list[int | None], **learner) -> None:
+        section = {"demonstrations": 10, "batch": 2, "check_from": 4, "target_low": 0.35, "target_high": 0.5}
+        self.config = RunConfig.model_validate({"run": {"dir": tmp_path, "name": "a"}, "warmup": section, "learner": learner})
+        monkeypatch.setenv("HARNESS_RL_CACHE", str(tmp_path / "cache"))
+        self.learners: list[DyingLearner] = []
+        self.specs = []
+        self.demonstrated = []
+        self.work = tmp_path / "a" / "warmup"
+
+        async def start(spec, **_):
+            self.specs.append(spec)
+            saved = max((int(path.name[5:]) for path in self.work.glob("step-*")), default=0) if spec.resume else 0
+            self.learners.append(DyingLearner(self.work, saved, deaths[len(self.learners)]))
+            return self.learners[-1]
+
+        async def demonstrate(runner, shown, step, slots):
+            self.demonstrated.append((step, [row["task_name"] for row, _ in shown]))
+            return []
+
+        async def measure(config, runner, rows, state, step, slots):
+            return 0.1 * step, 4
+
+        @contextlib.asynccontextmanager
+        async def watched(resync):
+            try:
+                yield
+            except BaseExceptionGroup as group:
+                raise first_error(group) from None
+
+        for name, fake in (("start_learner", start), ("_demonstrate", demonstrate), ("_measure", measure)):
+            monkeypatch.setattr(warmup, name, fake)
+        self.services = SimpleNamespace(
+            engine_urls=[], model="policy", learner_threads=1, learner_env={}, torch_python=lambda path: path, watched=watched,
+            excuse_failed_sync=None, hold=AsyncMock(), release=AsyncMock(), renew_engine=AsyncMock(),
+        )  # fmt: skip
+        self.state, self.journal = RunState("a", 1), Journal(tmp_path / "journal.sqlite")
+
+    async def run(self):
+        factory = FakeFactory(lambda task, episode: None)
+        rows = [{"prompt": f"p{n}", "task_name": f"t{n}"} for n in range(10)]
+        scripts = [[] for _ in rows]
+        return await warm_up(self.config, self.services, factory, rows, self.journal, self.state, Path("no-model"), scripts)
+
+
+async def test_a_learner_killed_in_the_warm_start_goes_on_from_its_newest_checkpoint(tmp_path, monkeypatch):
+    warming = Warming(tmp_path, monkeypatch, [2, None])
+    (warming.work / "step-9").mkdir(parents=True)  # of a process that died: it is no part of this one
+    found = await warming.run()
+    assert (found.success, found.demonstrations) == (0.5, 10)
+    assert [learner.trained for learner in warming.learners] == [[1, 2], [3, 4, 5]]
+    assert [spec.resume for spec in warming.specs] == [False, True]
+    assert warming.specs[0].lineage != warming.specs[1].lineage
+    shown = dict(warming.demonstrated)
+    assert sorted(name for step in range(1, 6) for name in shown[step]) == sorted(f"t{n}" for n in range(10))
+    assert "starting it again from its newest checkpoint" in warming.state.messages[-4]
+    warming.services.renew_engine.assert_not_awaited()
+
+
+async def test_a_learner_that_dies_in_a_weight_update_of_the_warm_start_renews_the_engine(tmp_path, monkeypatch):
+    warming = Warming(tmp_path, monkeypatch, [1, None])
+    warming.state.holding = True
+    await warming.run()
+    warming.services.renew_engine.assert_awaited_once()
+
+
+async def test_a_learner_that_dies_after_the_last_step_of_a_warm_start_has_its_weights_measured(tmp_path, monkeypatch):
+    warming = Warming(tmp_path, monkeypatch, [5, None])
+    found = await warming.run()
+    assert (found.success, warming.learners[1].trained) == (0.5, [])
+
+
+async def test_restarts_in_the_warm_start_are_bounded(tmp_path, monkeypatch):
+    warming = Warming(tmp_path, monkeypatch, [1, 2, None], max_restarts=1)
+    with pytest.raises(LearnerError, match=r"warm-up: the learner went away: .*; it was started 2 times \(learner\.max_restarts\)"):
+        await warming.run()
+    assert len(warming.learners) == 2

@@ -134,9 +134,10 @@ async def test_f18_an_admin_request_on_a_full_disk_is_a_503_by_name(
     await served.admin.seal(created.session_id)
 
 
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
 @pytest.mark.parametrize("kind", [b'"t":"begin"', b'"t":"turn"'])
-async def test_c60_f18_full_disk_is_a_503_and_leaves_the_log_whole(
-    engine: FakeEngine, serve: Serve, monkeypatch: pytest.MonkeyPatch, kind: bytes
+async def test_c60_f18_a_full_or_read_only_disk_is_a_503_and_leaves_the_log_whole(
+    engine: FakeEngine, serve: Serve, monkeypatch: pytest.MonkeyPatch, kind: bytes, number: int
 ) -> None:
     served = await serve(engine.url)
     agent, created = await served.agent()
@@ -145,14 +146,14 @@ async def test_c60_f18_full_disk_is_a_503_and_leaves_the_log_whole(
     def half(fd: int, data: bytes) -> None:
         if kind in data:
             os.write(fd, data[: len(data) // 2])
-            raise OSError(errno.ENOSPC, "No space left on device")
+            raise OSError(number, os.strerror(number))
         os.write(fd, data)
 
     with monkeypatch.context() as full:
         full.setattr(store_module, "_write_all", half)
         status, answer = await agent.post({**ASK, "messages": [*agent.messages, {"role": "user", "content": "x"}]})
     assert status == 503
-    assert "No space left" in answer["error"]["message"]
+    assert os.strerror(number) in answer["error"]["message"]
     await agent.ask({"role": "user", "content": "x"})
     trace = await served.admin.trace(created.session_id)
     assert len(trace.turns) == 2
