@@ -78,7 +78,7 @@ def reap(root: Path | None = None) -> ReapReport:
     for path in _session_folders(root):
         if path.name not in known and _old(path):
             shutil.rmtree(path, ignore_errors=True)
-    reap_scratch()
+    reap_scratch(root)
     return ReapReport(sessions, killed, remaining)
 
 
@@ -143,7 +143,7 @@ def audit(root: Path | None = None) -> LeakReport:
         listeners=_foreign_listeners(),
         folders=len(folders),
         ledger_entries=len(ids),
-        scratch_folders=len(left_scratch()),
+        scratch_folders=len(left_scratch(root)),
     )
 
 

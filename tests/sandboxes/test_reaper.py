@@ -98,13 +98,15 @@ def test_reap_touches_only_the_dead(tmp_path: Path) -> None:
 def test_scratch_folders_of_dead_processes_are_reclaimed_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     mine = scratch_dir()
-    dead, other = tmp_path / "hrl-1-1-abc", tmp_path / f"hrl-1-{start_time(1)}-abc"
-    foreign = tmp_path / "hrl-abc"
-    for folder in (dead, other, foreign):
+    key = mine.name.split("-")[1]
+    dead, other = tmp_path / f"hrl-{key}-1-1-abc", tmp_path / f"hrl-{key}-1-{start_time(1)}-abc"
+    foreign, elsewhere = tmp_path / "hrl-abc", tmp_path / "hrl-000000-1-1-abc"
+    for folder in (dead, other, foreign, elsewhere):
         folder.mkdir()
     (dead / "link.sock").touch()
     assert sorted(left_scratch()) == sorted([mine, dead])
+    assert left_scratch(tmp_path / "another cache") == []
     assert reap_scratch() == 1
-    assert sorted(tmp_path.iterdir()) == sorted([mine, other, foreign])
+    assert sorted(tmp_path.iterdir()) == sorted([mine, other, foreign, elsewhere])
     mine.rmdir()
     assert left_scratch() == []
