@@ -142,6 +142,7 @@ async def warm_up(
         sync_mode=config.sync.mode,
         sync_kv=config.sync.kv,
         sync_wait_s=config.sync.wait_s,
+        engine_dtype=services.engine_dtype,
         probe_tokens=config.sync.probe_tokens,
         probe_bound=config.sync.probe_bound,
         checkpoint_every=section.check_every,
@@ -187,7 +188,7 @@ async def _train(
     async with asyncio.TaskGroup() as tasks:
         coming = demonstrate(1)
         for step in range(1, steps + 1):
-            await learner.link.send_batch(step, await coming, timeout)
+            await learner.send_batch(step, await coming, timeout)
             if step < steps:
                 coming = demonstrate(step + 1)
             while (message := await learner.next(timeout)).type != "result":
