@@ -53,7 +53,8 @@ class EngineSection(Section):
     """0 takes a free port."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """auto: float32 on CPU, bfloat16 on a GPU."""
+    """auto: float32 on CPU, bfloat16 on a GPU. Of a running engine (`url`): what it was started with; auto: the learner's own. The bound of
+    the weights' proof follows from it."""
     max_model_len: int = Field(2048, ge=64)
     max_num_seqs: int = Field(16, ge=1)
     kv_cache_gib: float = Field(1.0, gt=0)
@@ -67,6 +68,7 @@ class EngineSection(Section):
     reasoning_parser: str | None = None
     extra_args: list[str] = []
     start_timeout_s: float = Field(600.0, gt=0)
+    """Also how long a running engine (`url`) that no longer answers may take to come back."""
     max_restarts: int = Field(2, ge=0)
     expose_dev: bool = True
     """Start the weight routes. The proxy never exposes them to a sandbox."""
@@ -156,7 +158,8 @@ class RolloutSection(Section):
     advantage_baseline: Literal["mean", "leave_one_out"] = "mean"
     """Of a rollout: the mean reward of its group, or of the group's others (RLOO)."""
     normalise_advantage: Literal["std", "none"] = "std"
-    """Divide by the group's standard deviation, or by nothing."""
+    """Divide by the group's standard deviation, or by nothing. A group of one outcome, whose rewards differ by 0.1 at most by what a reward
+    function adds, is not divided: that would make a full-size signal of small terms."""
     advantage_function: str | None = None
     """`module:function` or `file.py:function` of your own, in place of baseline and spread: (outcomes, rewards) of a group's scored
     rollouts -> for each a number, or {node_id: a number, or one for each sampled token}. Groups of one reward are still left out."""
@@ -238,6 +241,7 @@ class LearnerSection(Section):
     """Write every trained row, as the loss consumed it, to RUN/audit/."""
     start_timeout_s: float = Field(300.0, gt=0)
     step_timeout_s: float = Field(1800.0, gt=0)
+    """How long it may say nothing while it has a batch or an update to make; while it waits for one, nothing is expected of it."""
     max_restarts: int = Field(2, ge=0)
     """How often a learner that died is started again, from its newest checkpoint."""
     max_rejected_rows: int = Field(0, ge=0)

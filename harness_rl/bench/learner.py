@@ -34,11 +34,21 @@ HEAD_VOCABULARY = 151_936
 
 def measured(model: Path, load: str, way: str, sizes: Sizes, rounds: int) -> Measured:
     command = [sys.executable, "-m", "harness_rl.bench.learner_ways", str(model), load, way, json.dumps(asdict(sizes))]
-    return Measured(**_json([*command, "--rounds", str(rounds)]))
+    one = Measured(**_json([*command, "--rounds", str(rounds)]))
+    turns = f", {sizes.turns} turns" if load == "forked" else ""
+    _tell(f"{LOADS[load]}{turns}, {way}: {one.seconds:.2f} s, {one.forwarded} tokens forwarded, {one.peak_bytes >> 20} MiB")
+    return one
 
 
 def head_bytes(kind: str, tokens: int) -> int:
-    return int(_json([sys.executable, "-m", "harness_rl.bench.head_memory", kind, str(tokens)]))
+    found = int(_json([sys.executable, "-m", "harness_rl.bench.head_memory", kind, str(tokens)]))
+    _tell(f"LM head, {kind}, {tokens} tokens: {found >> 20} MiB")
+    return found
+
+
+def _tell(line: str) -> None:
+    """Each measurement as it comes: the report is written when all are there."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def _json(command: list[str]) -> Any:

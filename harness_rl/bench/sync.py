@@ -150,10 +150,14 @@ class Bench:
             client.close()
 
 
+def ratio_of(least: tuple[float, float], idle: list[SyncReport]) -> float:
+    """An update's stop, of the least that it could take."""
+    return statistics.median(report.seconds["stopped"] for report in idle) / sum(least)
+
+
 def table(least: tuple[float, float], idle: list[SyncReport], busy: dict[str, list[SyncReport]], bench: Bench) -> str:
     broadcast, reload = least
-    update = statistics.median(report.seconds["stopped"] for report in idle)
-    ratio = update / (broadcast + reload)
+    update, ratio = statistics.median(report.seconds["stopped"] for report in idle), ratio_of(least, idle)
     size = sum(parameter.numel() for parameter in bench.policy.model.parameters()) * bench.policy.dtype.itemsize
     parts = {name: statistics.median(report.seconds[name] for report in idle) for name in ("pause", "transfer", "finish", "probe")}
     rows = [
@@ -201,10 +205,11 @@ async def main() -> int:
             busy = {f"{stop.mode} | {stop.kv}": await bench.busy(stop, args.rounds) for stop in MODES}
         finally:
             await engine.stop()
-    text = table((statistics.median(broadcast), statistics.median(reload)), idle, busy, bench)
+    least = statistics.median(broadcast), statistics.median(reload)
+    text = table(least, idle, busy, bench)
     args.report.write_text(text)
     print(text, end="")
-    return 0
+    return 0 if ratio_of(least, idle) <= BAR else 1
 
 
 if __name__ == "__main__":

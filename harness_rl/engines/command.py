@@ -17,6 +17,7 @@ from harness_rl.errors import UserError
 from harness_rl.threads import openmp_env, thread_plan
 
 Device = Literal["cpu", "cuda"]
+Dtype = Literal["float32", "bfloat16", "float16"]
 PREFILL_TOKENS = 2048
 """Prompt tokens of one engine step on a CPU."""
 
@@ -97,7 +98,7 @@ def weight_backend(device: Device, sync: SyncSection | None) -> str:
     return chosen
 
 
-def dtype(section: EngineSection, device: Device) -> str:
+def dtype(section: EngineSection, device: Device) -> Dtype:
     """float32 on a CPU: there the learner's forward and the engine's agree to 1e-5, which the weight proof relies on."""
     if section.dtype != "auto":
         return section.dtype

@@ -19,7 +19,8 @@ from pathlib import Path
 import httpx
 
 from harness_rl.config import EngineSection, SyncSection
-from harness_rl.engines.command import Adapters, Device, engine_command, engine_environment
+from harness_rl.engines.command import Adapters, Device, Dtype, engine_command, engine_environment
+from harness_rl.engines.command import dtype as engine_dtype
 from harness_rl.engines.environment import TorchEnvironment, require_engine, torch_python
 from harness_rl.engines.logs import last_error
 from harness_rl.engines.probe import EngineInfo, probe
@@ -60,9 +61,11 @@ class _DiedStarting(EngineError):
 class Engine:
     """A ready server. `url` stays the same over restarts; a connected (not launched) engine is never stopped or restarted by us."""
 
-    def __init__(self, url: str, info: EngineInfo, launched: _Launched | None = None) -> None:
+    def __init__(self, url: str, info: EngineInfo, launched: _Launched | None = None, dtype: Dtype | None = None) -> None:
         self.url = url
         self.info = info
+        self.dtype = dtype
+        """Of its weights; None for a connected one, which does not tell."""
         self._launched = launched
 
     @property
@@ -147,7 +150,7 @@ async def launch(
     launched = _Launched(section, argv, env, log_path, child, start)
     url = f"http://{section.host}:{port}"
     try:
-        return Engine(url, await _bring_up(url, launched, lambda died: died.killed), launched)
+        return Engine(url, await _bring_up(url, launched, lambda died: died.killed), launched, engine_dtype(section, device))
     except BaseException:
         await launched.child.stop(STOP_GRACE_S)
         raise

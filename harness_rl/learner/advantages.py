@@ -54,11 +54,16 @@ def balanced_group_advantages(rewards: Sequence[float | None], scale: Scale = "s
     from good ones, and also where rewards are noise. A rollout outside the selection has left the baseline: mean and spread are the
     selection's. None, `scale` and errors as in `group_advantages`.
     """
+    selected = balanced_selection(rewards)
+    advantages = group_advantages([reward if index in selected else None for index, reward in enumerate(rewards)], scale)
+    return [0.0 if reward is not None and advantage is None else advantage for advantage, reward in zip(advantages, rewards, strict=True)]
+
+
+def balanced_selection(rewards: Sequence[float | None]) -> set[int]:
+    """Which rollouts `balanced_group_advantages` keeps; the others are not trained and count in no normalisation."""
     whole = group_advantages(rewards, "none")
     above = [(advantage, index) for index, advantage in enumerate(whole) if advantage is not None and advantage > 0]
     below = [(advantage, index) for index, advantage in enumerate(whole) if advantage is not None and advantage < 0]
     size = min(len(above), len(below))
     best = sorted(above, key=lambda found: (-found[0], found[1]))[:size]
-    selected = {index for _, index in best + sorted(below)[:size]}
-    advantages = group_advantages([reward if index in selected else None for index, reward in enumerate(rewards)], scale)
-    return [0.0 if reward is not None and advantage is None else advantage for advantage, reward in zip(advantages, rewards, strict=True)]
+    return {index for _, index in best + sorted(below)[:size]}

@@ -17,7 +17,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,11 +35,17 @@ HEADER_BYTES = 64 << 20
 ARRAY_BYTES = 4 << 30
 HELLO_BYTES = 4096
 CREDIT = 2
+ALIVE_S = 20.0
+"""Control says so often that it lives."""
 DTYPES = ("int32", "int64", "uint8", "float32", "float64")
 
 
 class LinkError(LearnerError):
     """The peer broke the protocol, refused the token, went away or missed a deadline; the message says which."""
+
+
+class NoCredit(LinkError):
+    """The learner asked for no batch in the time allowed; nothing was sent."""
 
 
 @dataclass(frozen=True)
@@ -132,14 +138,24 @@ class LearnerLink:
         await link.send("sync_go"); await link.send("sync_ack"); await link.send("stop", save=True)
         await link.close()
 
-    `pull` is consumed here as credit. `closed` (made here, field `reason`) ends one learner's messages.
+    `pull` is consumed here as credit. `closed` (made here, field `reason`) ends one learner's messages. `alive` goes out every `alive_s`
+    seconds: the learner may have to wait long, for a batch or an evaluation, and its deadlines are of control's silence.
     """
 
-    def __init__(self, path: Path, token: str, *, hello_timeout_s: float = 10.0, write_timeout_s: float = 120.0, queue: int = 64) -> None:
+    def __init__(
+        self,
+        path: Path,
+        token: str,
+        *,
+        hello_timeout_s: float = 10.0,
+        write_timeout_s: float = 120.0,
+        alive_s: float = ALIVE_S,
+        queue: int = 64,
+    ) -> None:
         if len(os.fsencode(path)) > 100:
             raise LinkError(f"socket path {path} is longer than a Unix socket allows (100 bytes); use a shorter run folder")
         self.path, self._token = path, token
-        self._hello_timeout, self._write_timeout = hello_timeout_s, write_timeout_s
+        self._hello_timeout, self._write_timeout, self._alive_s = hello_timeout_s, write_timeout_s, alive_s
         self._messages: asyncio.Queue[Message] = asyncio.Queue(queue)
         self._credit = asyncio.Semaphore(0)
         self._writer: asyncio.StreamWriter | None = None
@@ -180,14 +196,18 @@ class LearnerLink:
         except OSError as error:
             raise LinkError(f"the learner went away while {type_!r} was sent: {error}") from None
 
-    async def send_batch(self, step: int, rows: Sequence[Row], timeout: float) -> None:
-        """Send the rows of optimizer step `step` once the learner has granted a credit (it holds at most `CREDIT` batches)."""
+    async def send_batch(self, step: int, rows: Sequence[Row], timeout: float, rollouts: int | None = None) -> None:
+        """Send the rows of optimizer step `step` once the learner has granted a credit (it holds at most `CREDIT` batches). `rollouts`: see
+        `Trainer.prepare`.
+
+        Raises NoCredit when it does not in `timeout` seconds, LinkError when it has gone.
+        """
         try:
             await asyncio.wait_for(self._credit.acquire(), timeout)
         except TimeoutError:
-            raise LinkError(f"the learner asked for no batch in {timeout:.0f} s") from None
+            raise NoCredit(f"the learner asked for no batch in {timeout:.0f} s") from None
         metas, arrays = rows_to_wire(rows)
-        await self.send("batch", arrays, step=step, rows=metas)
+        await self.send("batch", arrays, step=step, rows=metas, rollouts=rollouts)
 
     async def close(self) -> None:
         if self._server is not None:
@@ -214,6 +234,7 @@ class LearnerLink:
             return
         self._writer, self._credit = writer, asyncio.Semaphore(0)
         reason = "the learner closed the connection"
+        alive = asyncio.create_task(self._say_alive(), name="alive")
         try:
             await self.send("welcome")
             await self._messages.put(hello)
@@ -226,10 +247,17 @@ class LearnerLink:
         except (LinkError, OSError) as error:
             reason = str(error)
         finally:
+            alive.cancel()
             self._writer = None
             writer.close()
             self._tasks.discard(task)
         await self._messages.put(Message("closed", {"reason": reason}))
+
+    async def _say_alive(self) -> None:
+        with suppress(LinkError):  # who reads from the link hears of its end
+            while True:
+                await asyncio.sleep(self._alive_s)
+                await self.send("alive")
 
     async def _admit(self, reader: asyncio.StreamReader) -> Message:
         try:
@@ -281,6 +309,8 @@ class ControlLink:
         self._sending = threading.Lock()
         self._pending: deque[Message] = deque()
         self.stopping: Message | None = None
+        self.on_alive: Callable[[], None] = lambda: None
+        """Called within `wait_for` for each sign of life: whoever waits for this process is to hear of it."""
 
     def hello(self, lineage: str, step: int, timeout: float) -> None:
         self.send("hello", token=self._token, lineage=lineage, step=step, pid=os.getpid())
@@ -298,17 +328,22 @@ class ControlLink:
             raise LinkError(f"control went away while {type_!r} was sent: {error}") from None
 
     def wait_for(self, types: set[str], timeout: float) -> Message:
-        """Raises LinkError when none of `types` comes in `timeout` seconds, or for a message that is none of them and cannot wait (a batch,
-        a resync and a stop can)."""
+        """Raises LinkError when none of `types` comes and control gives no sign of life for `timeout` seconds, or for a message that is
+        none of them and cannot wait (a batch, a resync and a stop can)."""
         deadline = time.monotonic() + timeout
         while True:
             if self.stopping is not None and "stop" in types:
                 return self.stopping
-            for message in self._pending:
+            # Agents are held until an engine that was started again has its weights; a batch can wait.
+            for message in sorted(self._pending, key=lambda message: message.type != "resync"):
                 if message.type in types:
                     self._pending.remove(message)
                     return message
             message = self._receive(deadline, f"control: {' or '.join(sorted(types))} did not come in {timeout:.0f} s")
+            if message.type == "alive":
+                deadline = time.monotonic() + timeout
+                self.on_alive()
+                continue
             if message.type != "stop" and message.type in types:
                 return message
             self._keep(message, " or ".join(sorted(types)))
@@ -330,6 +365,8 @@ class ControlLink:
     def _keep(self, message: Message, awaited: str) -> None:
         if message.type == "stop":
             self.stopping = message
+        elif message.type == "alive" or (message.type == "resync" and any(kept.type == "resync" for kept in self._pending)):
+            return  # one push of the weights as they are serves all who asked for it
         elif message.type in ("batch", "resync") and len(self._pending) < CREDIT + 1:
             self._pending.append(message)  # came early, on credit
         else:

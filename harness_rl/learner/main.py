@@ -110,6 +110,8 @@ class Learner:
         updater = self.trainer.updater
         while (order := self.ranks.next_order())[0] != "stop":
             match order:
+                case "wait", ():
+                    pass
                 case "train", (minibatches,):
                     updater.train(minibatches, Clock(self.policy.device))
                 case "weights", ():
@@ -123,6 +125,7 @@ class Learner:
     def run(self, link: ControlLink) -> None:
         """Until control says stop. Raises HarnessRLError."""
         self.link, self.ahead = link, Ahead(link, self._prepare)
+        link.on_alive = lambda: self.ranks.order("wait")  # they wait as long as this rank, each with a deadline
         try:
             self._loop()
         finally:
@@ -185,17 +188,22 @@ class Learner:
             reasons=report.reasons,
             metrics=metrics,
         )
-        if report.updated and self.spec.checkpoint_every and self.step % self.spec.checkpoint_every == 0:
+        if report.updated and self._save_due():
             self._save()  # after the result, so that control has written down every step that a checkpoint covers
 
     def _prepare(self, batch: Message) -> Prepared:
-        return self.trainer.prepare(rows_from_wire(batch["rows"], batch.arrays))
+        return self.trainer.prepare(rows_from_wire(batch["rows"], batch.arrays), batch["rollouts"])
 
     def _write_worst(self, report: StepReport) -> None:
         """One line a step: the rows on which engine and learner differ most. `version` tells a step from the same one before a restart."""
         line = {"step": self.step, "version": self.version, "rows": report.worst}
         with (Path(self.spec.run_dir) / "worst_rows.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
+
+    def _save_due(self) -> bool:
+        """A multiple of `checkpoint_every` is reached, or was passed by a step that had nothing to save."""
+        every = self.spec.checkpoint_every
+        return bool(every) and self.step // every > max(0, self.saved_step) // every
 
     def _sync_due(self, step: int) -> bool:
         return step - self.served_step >= self.spec.sync_every

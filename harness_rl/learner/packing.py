@@ -81,13 +81,14 @@ def loss_terms(trained: NDArray[np.bool_], path: NDArray[np.int64]) -> tuple[NDA
     return path[sampled - 1], sampled
 
 
-def term_weights(rows: Sequence[Row], normalisation: Normalisation, constant: float = 0.0, rollouts: int = 0) -> list[float]:
-    """Weight of each trained token of each row; by token and by rollout they sum to 1 over the optimizer step.
+def term_weights(rows: Sequence[Row], normalisation: Normalisation, constant: float = 0.0, rollouts: float = 0.0) -> list[float]:
+    """Weight of each trained token of each row. `rows` are all that count in the optimizer step, also those whose advantage is 0 and whose
+    forward is spared: by token and by rollout the weights of them all sum to 1.
 
     `token`: the same for every token of the step (DAPO, arXiv 2503.14476: no length bias). `rollout`: each rollout has the same weight,
     shared by its tokens over all its rows (GRPO's per-sample mean, arXiv 2402.03300), so that splitting one changes nothing. `constant`:
     1 / (`rollouts` * `constant` tokens), whatever they hold (Dr. GRPO, arXiv 2503.20783): longer ones push more. There `rollouts` are all
-    of the step's, those without advantage included.
+    scored ones of the step's groups, those without advantage or rows included.
     """
     if normalisation == "constant":
         return [1.0 / (rollouts * constant)] * len(rows)

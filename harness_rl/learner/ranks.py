@@ -54,7 +54,7 @@ class Ranks:
             if spec.offload_optimizer:  # torch shards over one rank too, but not without a group
                 dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", store=dist.HashStore(), rank=0, world_size=1)
             return cls(device=device)
-        # The longest wait is one for a batch, on rank 0; deadlines of steps and updates are control's.
+        # Rank 0 waits for control, and has the others wait anew at each sign of its life; deadlines of steps and updates are control's.
         timeout = timedelta(seconds=spec.batch_timeout_s + spec.link_timeout_s)
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout)
         talk, files = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))

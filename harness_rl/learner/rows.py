@@ -79,6 +79,8 @@ class Row:
     spans: list[TurnSpan] = field(default_factory=list)
     forked: bool = False
     """Its first turn continues an earlier one whose tokens it does not begin with: the conversation was rendered anew."""
+    left_out: bool = False
+    """Its rollout was down-sampled: it has left its group's baseline, has advantage 0 and counts in no normalisation."""
     token_advantages: NDArray[np.float32] | None = None
     """[L] where credit differs within the row; read at trained tokens, in place of `advantage`."""
 
@@ -355,6 +357,7 @@ def rows_to_wire(rows: Iterable[Row]) -> tuple[list[dict[str, Any]], dict[str, N
             "advantage": float(row.advantage),
             "token_advantages": row.token_advantages is not None,
             "forked": row.forked,
+            "left_out": row.left_out,
             "temperature": float(row.temperature),
             "spans": [_span_to_wire(span) for span in row.spans],
         }
@@ -402,6 +405,7 @@ def rows_from_wire(metas: Sequence[Mapping[str, Any]], arrays: Mapping[str, NDAr
                 temperature=float(meta["temperature"]),
                 spans=spans,
                 forked=bool(meta.get("forked")),
+                left_out=bool(meta.get("left_out")),
                 token_advantages=own,
                 **{name: arrays[name][part].copy() for name, _ in _ARRAYS},
             )

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
@@ -31,6 +32,8 @@ from harness_rl.learner.spec import LearnerSpec
 Saved = Callable[[Checkpoint, float], None]
 """Gets each checkpoint once it counts, and the seconds that it took; called on a thread of the saver."""
 
+_WRITE_ERRORS = (OSError, RuntimeError, SafetensorError, dcp.api.CheckpointException)
+"""Of a full disk, in the words of Python, torch, safetensors and torch's distributed checkpoint."""
 _NOT_COPIED = re.compile(r".*\.(safetensors|bin|pt|gguf|h5|msgpack)|.*\.index\.json|config\.json|" + checkpoint.MARKER)
 
 
@@ -64,7 +67,7 @@ class Saver:
                 torch.save(state, temporary / checkpoint.STATE)
                 slices.result()
                 done = checkpoint.seal(temporary, step, version, self._spec.keep_checkpoints)
-            except (OSError, dcp.api.CheckpointException) as error:
+            except _WRITE_ERRORS as error:
                 shutil.rmtree(temporary, ignore_errors=True)
                 raise LearnerError(f"checkpoint {self._root / f'step-{step}'} could not be written: {error}") from error
             if self._saved is not None:

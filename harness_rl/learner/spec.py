@@ -136,9 +136,9 @@ class LearnerSpec:
     """Of the last upload, at the end of the run."""
 
     link_timeout_s: float = 60.0
-    """Deadline of control's answers within a sync."""
+    """Longest silence of control, which says every few seconds that it lives, while its answer within a sync is awaited."""
     batch_timeout_s: float = 7200.0
-    """Longest wait for a batch."""
+    """The same while a batch is: how long one takes to collect has no bound here."""
 
     def __post_init__(self) -> None:
         for name in _POSITIVE:

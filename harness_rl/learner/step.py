@@ -62,12 +62,17 @@ class Trainer:
         self.rejected = 0
         self._skipped_in_a_row = 0
 
-    def prepare(self, rows: Sequence[Row]) -> Prepared:
-        """Admit, pack and prove one batch. Reads nothing that a step changes: another thread may do it while one trains."""
+    def prepare(self, rows: Sequence[Row], rollouts: int | None = None) -> Prepared:
+        """Admit, pack and prove one batch. Reads nothing that a step changes: another thread may do it while one trains.
+
+        `rollouts`: the scored ones of the batch's groups, also those that gave no row; None: those of the rows.
+        """
         began = time.perf_counter()
         states, reasons = self._admit(rows)
-        chosen = [i for i, row in enumerate(rows) if states[row.row_id] is RowState.TRAINED]
-        minibatches = [self._pack(rows, members, states, reasons) for members in split_groups(rows, chosen, self.spec.minibatches)]
+        counted = [i for i, row in enumerate(rows) if _counts(row, states[row.row_id])]
+        parts = split_groups(rows, counted, self.spec.minibatches)
+        share = (len({row.rollout_id for row in rows}) if rollouts is None else rollouts) / max(1, len(parts))
+        minibatches = [self._pack(rows, members, states, reasons, share) for members in parts]
         return Prepared(rows, states, reasons, minibatches, time.perf_counter() - began)
 
     def step(self, batch: Sequence[Row] | Prepared, current: str) -> StepReport:
@@ -126,15 +131,17 @@ class Trainer:
             return RowState.ZERO_ADVANTAGE
         return RowState.TRAINED
 
-    def _pack(self, rows: Sequence[Row], members: Sequence[int], states: dict[str, RowState], reasons: dict[str, str]) -> list[Pack]:
-        """Packs of `members`, proven row by row. A row whose packed form is wrong is rejected and the rest packed anew."""
+    def _pack(
+        self, rows: Sequence[Row], members: Sequence[int], states: dict[str, RowState], reasons: dict[str, str], rollouts: float
+    ) -> list[Pack]:
+        """Packs of those of `members` that are trained, proven row by row; the others only count in the weights. A row whose packed form is
+        wrong is rejected and the rest packed anew."""
         members = list(members)
-        while members:
-            groups = {rows[i].group_id for i in members}
-            rollouts = len({row.rollout_id for row in rows if row.group_id in groups})
-            picked = [rows[i] for i in members]
-            weights = term_weights(picked, self.spec.loss_normalisation, self.spec.loss_constant, rollouts)
-            packs = pack_rows(rows, members, self.spec.micro_batch_tokens, weights, self.shares, self.spec.longest_row)
+        while any(states[rows[i].row_id] is RowState.TRAINED for i in members):
+            weights = term_weights([rows[i] for i in members], self.spec.loss_normalisation, self.spec.loss_constant, rollouts)
+            trained = [(i, weight) for i, weight in zip(members, weights, strict=True) if states[rows[i].row_id] is RowState.TRAINED]
+            chosen, of_chosen = [i for i, _ in trained], [weight for _, weight in trained]
+            packs = pack_rows(rows, chosen, self.spec.micro_batch_tokens, of_chosen, self.shares, self.spec.longest_row)
             wrong = {i: mismatch for pack in packs for i, mismatch in _mismatches(rows, pack)}
             if not wrong:
                 return packs
@@ -183,6 +190,12 @@ class Trainer:
     def restore(self, state: dict[str, Any]) -> None:
         self.updater.restore(state)
         self.rejected, self._skipped_in_a_row = state["rejected"], state["skipped_in_a_row"]
+
+
+def _counts(row: Row, state: RowState) -> bool:
+    """Whether its tokens and rollout are part of what the loss is divided by. An advantage of 0 is one; a row that its group left out has
+    none."""
+    return state is RowState.TRAINED or (state is RowState.ZERO_ADVANTAGE and not row.left_out)
 
 
 def _mismatches(rows: Sequence[Row], pack: Pack) -> Iterator[tuple[int, RowMismatch]]:

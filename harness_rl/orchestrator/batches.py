@@ -11,10 +11,14 @@ from collections import Counter
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal
 
-from harness_rl.learner.advantages import balanced_group_advantages, group_advantages, has_signal
+from harness_rl.learner.advantages import balanced_group_advantages, balanced_selection, group_advantages, has_signal
 from harness_rl.learner.rows import Row, build_rows
 from harness_rl.orchestrator.credit import AdvantageFunction, ask, give
 from harness_rl.orchestrator.rollout import Rollout
+
+SHAPING = 0.1
+"""Up to this spread, rewards of a group whose rollouts all had one outcome are shaping (a penalty for length, say), and not divided by
+their standard deviation: that would make a full-size signal of them."""
 
 
 @dataclass
@@ -32,6 +36,13 @@ class Group:
     def usable(self) -> bool:
         """At least two scored rollouts that differ in reward."""
         return has_signal([rollout.reward for rollout in self.rollouts])
+
+    @property
+    def outcome_tied(self) -> bool:
+        """Its scored rollouts' verifiers all said the same: what rewards differ by is a reward function's."""
+        found = [rollout.outcome.env_reward if rollout.outcome else None for rollout in self.rollouts if rollout.reward is not None]
+        said = [reward for reward in found if reward is not None]
+        return len(said) == len(found) > 1 and not has_signal(said)
 
     @property
     def drop_reason(self) -> str | None:
@@ -52,6 +63,11 @@ class Batch:
     """All groups that finished for this step, those without signal included."""
     short: bool
     """True if the replacement bound was reached before `groups_per_step` usable groups were found."""
+
+    @property
+    def rollouts(self) -> int:
+        """Scored ones of its groups, whether or not they gave rows."""
+        return sum(len(group.rewards) for group in self.groups)
 
 
 @dataclass
@@ -132,17 +148,17 @@ class Assembler:
         if self.function is not None:
             return self._rows_by(self.function, group)
         rewards = [rollout.reward for rollout in group.rollouts]
-        advantages = (
-            balanced_group_advantages(rewards, self.scale) if self.balance else group_advantages(rewards, self.scale, self.baseline)
-        )
+        only_shaped = group.outcome_tied and max(group.rewards) - min(group.rewards) <= SHAPING
+        scale = "none" if only_shaped else self.scale
+        advantages = balanced_group_advantages(rewards, scale) if self.balance else group_advantages(rewards, scale, self.baseline)
         if self.shuffle:
             advantages = shuffled(advantages, f"{self.seed}/{group.group_id}")
-        rows = []
-        for rollout, advantage in zip(group.rollouts, advantages, strict=True):
+        kept, rows = balanced_selection(rewards) if self.balance else set(range(len(rewards))), []
+        for index, (rollout, advantage) in enumerate(zip(group.rollouts, advantages, strict=True)):
             if advantage is None or rollout.outcome is None or (self.mask_truncated and rollout.outcome.truncated):
                 continue
             for row in build_rows(rollout.outcome.trace, rollout.rollout_id, group.group_id, counts=self.row_counts):
-                row.advantage = advantage
+                row.advantage, row.left_out = advantage, index not in kept
                 rows.append(row)
         return rows
 

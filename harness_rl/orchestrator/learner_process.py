@@ -21,9 +21,10 @@ from typing import Any
 import capture_proxy
 import harness_rl
 from harness_rl.errors import HarnessRLError, InvariantError, LearnerError, LearnerGone
-from harness_rl.learner.link import TOKEN_ENV, LearnerLink, LinkError, Message
+from harness_rl.learner.link import TOKEN_ENV, LearnerLink, LinkError, Message, NoCredit
 from harness_rl.learner.rows import Row
 from harness_rl.learner.spec import LearnerSpec
+from harness_rl.orchestrator.turns import Turns
 from harness_rl.processes import Child, spawn
 from harness_rl.sandboxes.scratch import scratch_dir
 
@@ -67,19 +68,23 @@ class LearnerProcess:
     """Optimizer steps in the weights that it started from."""
     last_sync: SyncReport | None = None
     last_checkpoint: Message | None = None
+    turns: Turns = field(default_factory=Turns)
     _inbox: asyncio.Queue[Message | Exception] = field(default_factory=asyncio.Queue)
     _serving: asyncio.Task[None] | None = None
     _watching: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def next(self, timeout: float) -> Message:
-        """The next `sync_done`, `result`, `checkpoint` or `bye`.
+        """The next `sync_done`, `result`, `checkpoint` or `bye`. `timeout`: how long it may say nothing while it has work.
 
         Raises InvariantError when a proof failed, LearnerError when the learner failed, LearnerGone when it went away or is late.
         """
-        try:
-            found = await asyncio.wait_for(self._inbox.get(), timeout)
-        except TimeoutError:
-            raise LearnerGone(f"no message from the learner in {timeout:.0f} s (log: {self.child.log_path})") from None
+        found: Message | Exception | None = None
+        while found is None:
+            try:
+                found = await asyncio.wait_for(self._inbox.get(), max(_SOON_S, timeout - self.turns.silent_s))
+            except TimeoutError:
+                if self.turns.silent_s >= timeout:
+                    raise LearnerGone(f"no message from the learner in {timeout:.0f} s of work (log: {self.child.log_path})") from None
         if isinstance(found, Exception):
             self._inbox.put_nowait(found)  # nothing comes after it
             raise found
@@ -101,7 +106,11 @@ class LearnerProcess:
         try:
             while True:
                 message = await self.link.receive(None)
-                if await self._answer(message):
+                self.turns.hear(message.type)
+                gives_out = await self._answer(message)
+                if message.type != "sync_failed":  # after that it waits until an update is asked for
+                    self.turns.answered()
+                if gives_out:
                     self._inbox.put_nowait(message)
         except LinkError as error:
             self._inbox.put_nowait(self._gone(error))
@@ -160,21 +169,30 @@ class LearnerProcess:
     def _gone(self, reason: object) -> LearnerGone:
         return LearnerGone(f"the learner went away: {reason}: {self.child.last_words()} (log: {self.child.log_path})")
 
-    async def send_batch(self, step: int, rows: Sequence[Row], timeout: float) -> None:
-        """Once it asks for one. Raises LearnerGone when it does not, or is not there."""
-        try:
-            await self.link.send_batch(step, rows, timeout)
-        except LinkError as error:
-            raise self._gone(error) from error
+    async def send_batch(self, step: int, rows: Sequence[Row], timeout: float, rollouts: int | None = None) -> None:
+        """Once it asks for one. Raises LearnerGone when it has work and says nothing for `timeout` seconds, or is not there."""
+        while True:
+            try:
+                await self.link.send_batch(step, rows, max(_SOON_S, timeout - self.turns.silent_s), rollouts)
+            except NoCredit as error:
+                if self.turns.silent_s < timeout:
+                    continue
+                raise self._gone(error) from error
+            except LinkError as error:
+                raise self._gone(error) from error
+            self.turns.given()
+            return
 
     async def resync(self) -> None:
         """Ask for the present weights to be pushed again: the engine has lost them."""
+        self.turns.ask()
         await self.link.send("resync")
 
     async def stop(self, *, timeout: float) -> Message:
         """Ask it to save and end, then make sure. Returns its last checkpoint message. Raises LearnerError with the learner's own cause."""
         checkpoint = self.last_checkpoint
         try:
+            self.turns.ask()
             await self.link.send("stop", save=True)
             while (message := await self.next(timeout)).type != "bye":
                 if message.type == "checkpoint":
@@ -198,6 +216,8 @@ class LearnerProcess:
 
 
 RANK_GRACE_S = 2.0
+_SOON_S = 0.001
+"""What is there already is taken also when time is up."""
 
 _INVARIANT_NAMES = frozenset({"RowMismatch", "WeightProofFailed", "InvariantError"})
 
@@ -238,7 +258,7 @@ async def start_learner(
         )
         for name, of_rank in _ranks(spec.processes).items()
     ]
-    learner = LearnerProcess(children[0], link, hooks, link_dir, children[1:])
+    learner = LearnerProcess(children[0], link, hooks, link_dir, children[1:], turns=Turns(asked=bool(spec.engines)))
     try:
         hello = await _hello(learner, timeout)
     except BaseException:

@@ -65,6 +65,7 @@ def learner_spec(config: RunConfig, services: Services, model: Path, lineage: st
         sync_lora=sync.lora,
         sync_wait_s=sync.wait_s,
         sync_sleep=sync.sleep,
+        engine_dtype=services.engine_dtype,
         link_timeout_s=learner.step_timeout_s,  # a sync may have to wait for an evaluation
         probe_tokens=sync.probe_tokens,
         probe_bound=sync.probe_bound,

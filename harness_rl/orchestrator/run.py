@@ -100,11 +100,13 @@ class TrainingRun:
     _may_update: asyncio.Event = field(default_factory=asyncio.Event)
     """The starting weights are evaluated: the engine may get others."""
     _held_since: float = 0.0
-    """Wall clock."""
+    """Wall clock of the first hold of the update under way; 0: it holds nothing."""
     _update_waits: bool = False
     """The learner is at its first update and waits for `_may_update`."""
     _leased: dict[int, Batch] = field(default_factory=dict)
     _stale_watch: StaleWatch = field(default_factory=StaleWatch)
+    _durable_step: int = 0
+    """Of the newest checkpoint."""
     _line: dict[str, int] = field(default_factory=dict)
     """Earlier lineages that the present weights come from, with their last proven steps."""
     _stopped: bool = False
@@ -193,8 +195,10 @@ class TrainingRun:
         self.metrics = MetricsLog(config.run_dir / "metrics.jsonl")
         self.state.rewards = [line[Metric.REWARD] for line in self.metrics.take_back(step)]
         self.state.step, self._started_at, self._line = step, step, restored.line
+        self._durable_step = step
         self.evaluations = [Evaluation(**entry) for entry in self.journal.meta("evaluations") or []]
         self._leased.clear()
+        self._stale_watch = StaleWatch.after(step, self.journal.meta("stale_watch"))
         self._fed, self._may_update, self._update_waits = asyncio.Event(), asyncio.Event(), False
         if self.resume:
             self.state.say(
@@ -236,15 +240,18 @@ class TrainingRun:
             self._update_waits = True
             await self._may_update.wait()
             self._update_waits = False
-        self.state.learner, self._held_since = "syncing", time.time()
+        self.state.learner = "syncing"
         if self.config.sync.lora == "adapter" and self.state.version:
             return  # calls go on under the adapter that they ask for until another is proven
+        self._held_since = self._held_since or time.time()  # engines that sleep are held for from before the step that the update ends
         await self.services.hold(f"weights {version}", self.config.proxy.hold_timeout_s)
 
     async def _release(self, report: SyncReport) -> list[str]:
         asked = await self.services.release(report.version, report.adapter)
         lineage, step = parse_version(report.version)
-        self.journal.held(report.version, self._held_since, report.seconds.get("stopped", 0.0))
+        if self._held_since:
+            self.journal.held(report.version, self._held_since, report.seconds.get("stopped", 0.0))
+            self._held_since = 0.0
         self.journal.set_meta("proven", (self.journal.meta("proven") or {}) | {lineage: step})
         async with self._proofs:
             self.proven.add(report.version)
@@ -316,7 +323,7 @@ class TrainingRun:
                 mark_stale(row, batch.step - 1, self.config.rollout.max_staleness, self._line | {self.lineage: batch.step - 1})
             self._leased[batch.step] = batch
             self.journal.move_groups([group.group_id for group in batch.groups], GroupState.LEASED, step=batch.step)
-            await learner.send_batch(batch.step, batch.rows, timeout)
+            await learner.send_batch(batch.step, batch.rows, timeout, batch.rollouts)
             self.generation.pacer.step_began()
             self._fed.set()
 
@@ -351,6 +358,7 @@ class TrainingRun:
             line = step_metrics(batch, message["metrics"], pushed)
             for alarm in self._stale_watch.observe(used_rollouts(batch)):
                 self.state.say(alarm)
+            self.journal.set_meta("stale_watch", self._stale_watch.keep(batch.step, self.journal.meta("stale_watch"), self._durable_step))
             now = time.monotonic()
             line[Metric.STEP_SECONDS], since = now - since, now
             line[Metric.TRAINED_TOK_S] = line.get("tokens/trained", 0.0) / line[Metric.STEP_SECONDS]
@@ -366,6 +374,7 @@ class TrainingRun:
                 return
 
     def _durable(self, message: Message) -> None:
+        self._durable_step = message["step"]
         self.journal.make_durable(message["step"], message["path"])
         if self.observer is not None:
             self.observer.saved(message["step"], Path(message["path"]))

@@ -9,17 +9,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from capture_proxy.client import ProxyError
 from harness_rl.config import RunConfig
 from harness_rl.engines.command import Adapters
 from harness_rl.engines.environment import torch_python
+from harness_rl.engines.look import look
 from harness_rl.engines.vllm import Engine, connect_all, launch
 from harness_rl.errors import EngineError, HarnessRLError, UserError, first_error
 from harness_rl.metrics import RunState
@@ -35,6 +37,8 @@ log = logging.getLogger(__name__)
 SERVED_MODEL = "policy"
 ENGINE_DEATH_S = 20.0
 """A server that lost its worker answers with errors for some seconds before it ends."""
+LOOK_S = 2.0
+"""Between two looks at engines that somebody else runs."""
 
 
 @dataclass
@@ -51,6 +55,13 @@ class Services:
     """What a restarted proxy is told: to hold calls (reason, seconds), or the version that the engine serves."""
     _served: tuple[str | None, str | None] = (None, None)
     """That version, and the adapter that it is."""
+    _push_owed: bool = False
+    """An update failed for an engine that somebody else runs: it is asked for again once all answer."""
+
+    @property
+    def engine_dtype(self) -> Literal["auto", "float32", "bfloat16", "float16"]:
+        """As the engine was started; `auto` for a running one of which the config does not tell."""
+        return self.engine.dtype or self.config.engine.dtype
 
     @property
     def engine_urls(self) -> list[str]:
@@ -119,13 +130,21 @@ class Services:
         self.state.engine = "ready"
 
     async def excuse_failed_sync(self, reason: str) -> None:
-        """Returns when the engine died of or before it: it is started again and then asks for its weights. Raises EngineError otherwise."""
-        if self.state.engine == "restarting":
-            return
-        try:
-            await asyncio.wait_for(self.engine.died(), ENGINE_DEATH_S)
-        except TimeoutError:
-            raise EngineError(f"{reason}; the engine is alive, so trying again would not help") from None
+        """Returns when an engine died of or before it: once it is up again it is given its weights. Raises EngineError otherwise."""
+        if self.state.engine != "restarting":
+            try:
+                await asyncio.wait_for(self._connected_died() if self.config.engine.urls else self.engine.died(), ENGINE_DEATH_S)
+            except TimeoutError:
+                raise EngineError(f"{reason}; the engine is alive, so trying again would not help") from None
+        self._push_owed = bool(self.config.engine.urls)
+
+    async def _connected_died(self) -> None:
+        """Returns once a running engine does not answer, or was started again meanwhile."""
+        while True:
+            looks = await asyncio.gather(*(look(url) for url in self.engine_urls))
+            if any(not seen.up or seen.lost(*self._served) for seen in looks):
+                return
+            await asyncio.sleep(LOOK_S)
 
     async def _tell_proxy(self, call: Callable[[], Awaitable[Any]]) -> Any:
         """A proxy that dies meanwhile is told once it is back."""
@@ -144,14 +163,16 @@ class Services:
 
     @asynccontextmanager
     async def watched(self, resync: Callable[[], Awaitable[object]]) -> AsyncIterator[None]:
-        """For as long as the body runs, a dead proxy or engine is started again (`proxy.max_restarts`, `engine.max_restarts`).
+        """For as long as the body runs, a dead proxy or engine is started again (`proxy.max_restarts`, `engine.max_restarts`), and one that
+        somebody else runs is waited for (`engine.start_timeout_s`).
 
         `resync` is called for an engine that was started again, with agents' calls held: it has the learner push its weights, and the
         proof of that push releases the calls. Raises the first error of watcher or body.
         """
+        watch_engines = self._watch_connected if self.config.engine.urls else self._watch_engine
         try:
             async with asyncio.TaskGroup() as tasks:
-                watchers = [tasks.create_task(self._watch_proxy()), tasks.create_task(self._watch_engine(resync))]
+                watchers = [tasks.create_task(self._watch_proxy()), tasks.create_task(watch_engines(resync))]
                 yield
                 for watcher in watchers:
                     watcher.cancel()
@@ -182,6 +203,34 @@ class Services:
             await self.engine.restart()
             self.state.engine = "ready"
             await resync()
+
+    async def _watch_connected(self, resync: Callable[[], Awaitable[object]]) -> None:
+        """Nobody tells of an engine that somebody else runs: each is looked at, again and again.
+
+        One that is gone is missed by the next update only; one that came back without the policy is not asked by the proxy, and gets it.
+        """
+        gone: dict[str, float] = {}
+        while True:
+            await asyncio.sleep(LOOK_S)
+            served, looks = self._served, await asyncio.gather(*(look(url) for url in self.engine_urls))
+            for url, seen in zip(self.engine_urls, looks, strict=True):
+                if seen.up and gone.pop(url, None) is not None:
+                    self.state.say(f"engine {url} answers again")
+                elif not seen.up and url not in gone:
+                    gone[url] = time.monotonic()
+                    self.state.say(f"engine {url} does not answer; start it again where it runs")
+                elif not seen.up and time.monotonic() - gone[url] > (limit := self.config.engine.start_timeout_s):
+                    raise EngineError(
+                        f"engine: {url} has not answered for {limit:.0f} s (engine.start_timeout_s); start it again where it runs, "
+                        "then go on with --resume"
+                    )
+            self.state.engine = "restarting" if gone else "ready"
+            # While an update holds the calls it is its own to say whether an engine has the weights.
+            lost = self._held is None and served == self._served and any(seen.lost(*served) for seen in looks)
+            if not gone and (lost or self._push_owed):
+                self._push_owed = False
+                await self.hold("engine restart", self.config.engine.start_timeout_s)
+                await resync()
 
 
 def tokenizer_file(model_path: Path) -> Path:

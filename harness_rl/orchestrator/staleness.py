@@ -7,8 +7,9 @@ sampled and never learned. `StaleWatch` says so once for each such task.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -59,7 +60,7 @@ def _share(used: Iterable[Used]) -> float:
 
 @dataclass
 class StaleWatch:
-    """Over the whole run: tells of a task of which most is sampled in vain."""
+    """Over the whole run, its resumes included: tells of a task of which most is sampled in vain."""
 
     alarm_share: float = 0.5
     min_rollouts: int = 16
@@ -86,3 +87,18 @@ class StaleWatch:
                     "raise rollout.max_staleness, or lower rollout.max_concurrent_rollouts"
                 )
         return lines
+
+    @classmethod
+    def after(cls, step: int, kept: Mapping[str, Any] | None) -> StaleWatch:
+        """As it was after `step`, out of what `keep` gave; a new one where that does not know."""
+        found = (kept or {}).get(str(step))
+        if found is None:
+            return cls()
+        return cls(
+            _rollouts=Counter(found["rollouts"]), _tokens=Counter(found["tokens"]), _stale=Counter(found["stale"]), _told=set(found["told"])
+        )
+
+    def keep(self, step: int, kept: Mapping[str, Any] | None, durable: int) -> dict[str, Any]:
+        """`kept` (plain JSON) with the counts up to `step`, without what no resume can ask for: steps before the checkpoint `durable`."""
+        mine = {"rollouts": self._rollouts, "tokens": self._tokens, "stale": self._stale, "told": sorted(self._told)}
+        return {at: state for at, state in (kept or {}).items() if durable <= int(at) < step} | {str(step): mine}

@@ -32,6 +32,7 @@ def step_metrics(batch: Batch, learner: dict[str, Any], sync: SyncReport | None)
         "rollout/groups_trained": len(batch.groups),
         "rollout/groups_zero_variance": sum(group.drop_reason == "zero_variance" for group in batch.considered),
         "rollout/groups_unscorable": sum(group.drop_reason == "unscorable" for group in batch.considered),
+        "rollout/groups_outcome_tied": sum(group.usable and group.outcome_tied for group in batch.considered),
         "rollout/short_step": float(batch.short),
         "rows": len(batch.rows),
     }

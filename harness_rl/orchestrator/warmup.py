@@ -196,6 +196,7 @@ async def _attempt(
         sync_mode=config.sync.mode,
         sync_kv=config.sync.kv,
         sync_wait_s=config.sync.wait_s,
+        engine_dtype=services.engine_dtype,
         probe_tokens=config.sync.probe_tokens,
         probe_bound=config.sync.probe_bound,
         checkpoint_every=section.check_every,
@@ -254,7 +255,7 @@ async def _train(
         coming = demonstrate(first + 1) if first < steps else None
         for step in range(first + 1, steps + 1):
             assert coming is not None
-            await learner.link.send_batch(step, await coming, timeout)
+            await learner.send_batch(step, await coming, timeout)
             if step < steps:
                 coming = demonstrate(step + 1)
             while (message := await learner.next(timeout)).type != "result":

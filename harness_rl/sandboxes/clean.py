@@ -91,6 +91,8 @@ class _Broom:
         self.count = 0
         self._top, self._path, self._found, self._limit = top, path, found, limit
         self._moved: list[str] = []
+        # Of CPU time, so that a busy host is not taken for a folder without end.
+        self._until = time.process_time() + _CPU_S
 
     def sweep(self) -> None:
         while names := os.listdir(self._top):
@@ -104,8 +106,7 @@ class _Broom:
             self.remove(self._top, name, name, 0)
 
     def remove(self, folder: int, name: str, path: str, depth: int) -> None:
-        # Its own CPU time, so that a busy host is not taken for a folder without end.
-        if time.process_time() > _CPU_S:
+        if time.process_time() > self._until:
             raise OSError(f"it holds more than can be removed in {_CPU_S:g} s of CPU time")
         if not stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
             os.unlink(name, dir_fd=folder)

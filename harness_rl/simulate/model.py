@@ -83,6 +83,8 @@ class _Run:
     trained_s: float = 0.0
     sandbox_s: float = 0.0
     sampled: float = 0.0
+    served: int = 0
+    """The version that a new call asks for."""
 
     def __post_init__(self) -> None:
         config = self.config
@@ -120,11 +122,14 @@ class _Run:
             batch = await waiting.get()
             credit.release()
             seconds = self._drawn("step_s") / self.config.simulate.learners
+            due = step - served >= self.config.sync.every
+            if due and self.config.sync.sleep:
+                await self._stop()
             await asyncio.sleep(seconds)
             self.trained_s += seconds
             self._count(batch)
-            if step - served >= self.config.sync.every:
-                await self._update(step)
+            if due:
+                await self._update(step, seconds)
                 served = step
             await self.generation.trained(step, another_waits=not waiting.empty())
         self.ended = asyncio.get_running_loop().time()
@@ -137,16 +142,28 @@ class _Run:
             self.generation.pacer.step_began()
             waiting.put_nowait(batch)
 
-    async def _update(self, step: int) -> None:
+    async def _stop(self) -> None:
+        """New calls are held, and the engines stand."""
         sync = self.config.sync
         self.open.clear()
         if sync.mode == "wait":
             await self.engines.drained(sync.wait_s)
         self.engines.pause()
-        await asyncio.sleep(self._drawn("stopped_s"))
-        self.engines.resume(step)
-        await asyncio.sleep(self._drawn("probe_s"))
-        self.open.set()
+
+    async def _update(self, step: int, trained_s: float) -> None:
+        """`trained_s`: what the step took; engines that sleep stood for it, and their stop is as long at least."""
+        sync = self.config.sync
+        if sync.lora == "adapter":  # nothing is held and nothing stands; the next calls ask for another adapter
+            await asyncio.sleep(self._drawn("probe_s"))
+        else:
+            stopped = self._drawn("stopped_s")
+            if not sync.sleep:
+                await self._stop()
+            await asyncio.sleep(max(0.0, stopped - trained_s) if sync.sleep else stopped)
+            self.engines.resume(step)
+            await asyncio.sleep(self._drawn("probe_s"))
+            self.open.set()
+        self.served = step
         await self.generation.weights_are(step)
 
     def _drawn(self, name: str) -> float:
@@ -202,7 +219,8 @@ class _Plays:
         for call in play.calls:
             await asyncio.sleep(call.before_s)
             await run.open.wait()
-            for version, share in await run.engines.call(call.seconds):
+            asked, shares = run.served, await run.engines.call(call.seconds)
+            for version, share in [(asked, 1.0)] if run.config.sync.lora == "adapter" else shares:
                 spans.append((version, share * call.tokens))
                 run.sampled += share * call.tokens
         return spans

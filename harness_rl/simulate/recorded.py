@@ -7,7 +7,7 @@ as were under way at once on an engine count as what it can run at that speed.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,9 +63,16 @@ def recorded(run: Path) -> Workload:
         usable=used / max(1, used + flat),
         step_s=[sum(line.get(name, 0.0) for name in _TRAINING) for line in lines],
         stopped_s=[hold.stopped_s for hold in holds] or [0.0],
-        probe_s=[max(0.0, hold.released - hold.held - hold.stopped_s) for hold in holds] or [0.0],
+        probe_s=_probe_s(holds, lines),
         calls_per_engine=float(most_at_once(spans)),
     )
+
+
+def _probe_s(holds: Sequence[Hold], lines: Sequence[Mapping[str, float]]) -> list[float]:
+    """What an update takes beside its stop. Where policies are adapters only the first holds anything: there it is all of an update."""
+    if loaded := [line["perf/sync_s"] for line in lines if "perf/sync_load_s" in line]:
+        return loaded
+    return [max(0.0, hold.released - hold.held - hold.stopped_s) for hold in holds] or [0.0]
 
 
 def calls_of(trace: TrainingTrace) -> Iterator[tuple[float, float, int]]:

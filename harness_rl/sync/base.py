@@ -55,7 +55,8 @@ class SyncReport:
     version: str
     proof: Proof
     seconds: dict[str, float] = field(default_factory=dict)
-    """pause, transfer, finish, probe; `stopped` is the time from the first pause to the last resume."""
+    """pause, transfer, finish, probe; `stopped` is the time from the first pause, or from when the engines were put to sleep, to the last
+    resume."""
     counts: dict[str, float] = field(default_factory=dict)
     """Where the servers tell: `running` calls at the stop; `cut`, those of them that were aborted; `recomputed_tokens`, of their histories,
     to be read again under the new weights (rounded up to blocks). And what the sender counted."""
@@ -74,6 +75,8 @@ class WeightSync:
         self._version: str | None = None
         """What the engines were last brought to; None before the first sync."""
         self._asleep = False
+        self._rested_at: float | None = None
+        """When the engines were put to sleep, until they sample again."""
 
     def sync(self, version: str, prompts: list[NDArray[np.int32]]) -> SyncReport:
         """Raises SyncFailed or WeightProofFailed; then no engine samples on, and the next sync connects anew."""
@@ -85,7 +88,7 @@ class WeightSync:
             self._sender.close()
             self._sender.connect(self._engines)
         running = self._running()
-        stop_began = time.perf_counter()
+        stop_began = time.perf_counter() if self._rested_at is None else self._rested_at
         with timed(clock, "pause"):
             counts = self._pause(running)
         with timed(clock, "transfer"):
@@ -100,6 +103,7 @@ class WeightSync:
             self._wake("kv_cache")
             self._asleep = False
             self._everywhere("resume", lambda engine: engine.resume())
+        self._rested_at = None
         clock["stopped"] = time.perf_counter() - stop_began
         with timed(clock, "probe"):
             proof = self.prove(version, prompts)
@@ -108,6 +112,7 @@ class WeightSync:
 
     def rest(self) -> None:
         """Give the engines' memory to the learner until the next `sync` (they share one GPU). Raises SyncFailed."""
+        self._rested_at = time.perf_counter()
         self._everywhere("sleep", lambda engine: engine.sleep(self._policy.mode))
         self._asleep = True
 

@@ -31,9 +31,12 @@ from capture_proxy.sample import (
     sampled_by,
     tokenized_ids,
 )
-from capture_proxy.upstream import EngineError, EngineRefused, EngineUnavailable, Retry, Upstream
+from capture_proxy.upstream import EngineError, EngineRefused, EngineUnavailable, EngineUnsynced, Retry, Upstream
 
 T = TypeVar("T")
+
+UNNAMED = "default"
+"""What vLLM calls the weights that it started with."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +175,16 @@ class Engine:
 
     async def _sampled(self, body: dict[str, Any], read: bool) -> Sample:
         answer, adapter = await self._ask_policy("/inference/v1/generate", body)
-        return sampled_by(self._checked(generate_sample, answer, len(body["token_ids"]), read), adapter)
+        return self._of_policy(self._checked(generate_sample, answer, len(body["token_ids"]), read), adapter)
+
+    def _of_policy(self, sample: Sample, adapter: Adapter | None) -> Sample:
+        """Raises `EngineUnsynced` for what an engine sampled by the weights that it started with, where control has given it others."""
+        if adapter is None and self._gate.version not in (None, UNNAMED) and any(v == UNNAMED for v, _, _ in sample.versions or ()):
+            raise EngineUnsynced(
+                f"engine {self.url} was started again and has its first weights, the policy is {self._gate.version}; it is asked again "
+                "once it has them"
+            )
+        return sampled_by(sample, adapter)
 
     async def _after_abort(self, holds: int, unexplained: int) -> int:
         """How many aborts of a call nothing explains, this one included. Raises `EngineUnavailable` when there are too many."""
@@ -215,7 +227,7 @@ class Engine:
             holds = self._gate.holds
             answer, adapter = await self._ask_policy("/v1/chat/completions", body, ids="prompt_token_ids")
             prompt, sample = self._checked(chat_sample, answer)
-            sample = sampled_by(sample, adapter)
+            sample = self._of_policy(sample, adapter)
             if sample.finish_reason != ABORTED:
                 return prompt, sample, parsed_message(answer["choices"][0]["message"])
             self.aborts += 1

@@ -1,8 +1,8 @@
 """Several engines behind one name.
 
 Invariant: a session keeps to one engine (its prefix cache) until that engine fails or has much more to do than another; then its calls go
-to one that is up, and the session stays there. Of several engines none is asked before it has the version that control released: an engine
-that was started again has the weights of its model folder until it is synced.
+to one that is up, and the session stays there. No answer is used of an engine that has other weights than control released: one that was
+started again has those of its model folder until it is synced. Of several, such a one is not even asked.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from capture_proxy.engine import Engine
 from capture_proxy.gate import Gate
-from capture_proxy.upstream import EngineUnavailable, PolicyHeld, Retry
+from capture_proxy.upstream import EngineUnavailable, EngineUnsynced, PolicyHeld, Retry
 
 T = TypeVar("T")
 
@@ -82,7 +82,8 @@ class EnginePool:
                 self._down_until[index] = 0.0
                 return result
             assert failure is not None
-            if len(self.engines) == 1 or time.monotonic() + PAUSE_S > deadline:
+            # One engine was asked for as long already, but for one that answered too early.
+            if (len(self.engines) == 1 and not isinstance(failure, EngineUnsynced)) or time.monotonic() + PAUSE_S > deadline:
                 raise failure
             await asyncio.sleep(PAUSE_S)
 
@@ -114,7 +115,7 @@ class EnginePool:
         engine = self.engines[index]
         served = await engine.version()
         if served not in (None, wanted):
-            raise EngineUnavailable(f"engine {engine.url} serves version {served}, the policy is {wanted}")
+            raise EngineUnsynced(f"engine {engine.url} serves version {served}, the policy is {wanted}")
         self._has[index] = wanted
 
     def _order(self, session_id: str) -> list[int]:

@@ -31,6 +31,10 @@ class EngineUnavailable(EngineError):
     """No answer within the allowed time and retries; another engine may do."""
 
 
+class EngineUnsynced(EngineUnavailable):
+    """It has other weights than the policy's until control has synced it."""
+
+
 class PolicyHeld(EngineUnavailable):
     """The gate stayed closed too long; no engine will do."""
 

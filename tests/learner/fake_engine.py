@@ -33,7 +33,9 @@ class FakeEngine:
         self.calls: list[str] = []
         self.faults: set[str] = set()
         """ignore_update, stale_head, wrong_version, shift_logprobs, refuse_update, hang_update, no_reset, no_probe, no_drain; of adapters
-        refuse_adapter, wrong_adapter, forget_adapter, base_for_all"""
+        refuse_adapter, wrong_adapter, forget_adapter, base_for_all, old_bytes"""
+        self.first_read = ""
+        """The folder whose content is served for every other, under `old_bytes`."""
         self.adapters: dict[str, tuple[str, Any]] = {}
         """Folder and merged model of each."""
         self.stalled: set[str] = set()
@@ -80,7 +82,9 @@ class FakeEngine:
         if name in self.adapters:
             return 400, {"error": {"message": f"The lora adapter '{name}' has already been loaded."}}
         if "forget_adapter" not in self.faults:
-            merged = PeftModel.from_pretrained(copy.deepcopy(self.model), folder).merge_and_unload()
+            merged = PeftModel.from_pretrained(
+                copy.deepcopy(self.model), self.first_read if "old_bytes" in self.faults else folder
+            ).merge_and_unload()
             if "wrong_adapter" in self.faults:
                 merged.get_parameter("model.layers.1.mlp.down_proj.weight").data.mul_(1.05)
             self.adapters[name] = folder, merged

@@ -107,6 +107,25 @@ def test_a_later_learner_retires_what_an_earlier_one_left_and_nothing_of_another
     assert set(rig.engine.adapters) == {"policy@n-0", "policy@z-9"} and rig.folders == {"policy@k-0", "policy@n-0"}
 
 
+def test_e18_each_version_is_a_folder_that_is_never_written_again_and_one_that_is_served_old_bytes_is_noticed(rig: Rig) -> None:
+    """A server may keep what it read under a path: no path has ever two contents, and the probe follows each load."""
+    found, bytes_of = [], {}
+    for step in range(3):
+        rig.train()
+        rig.sync.sync(f"k-{step}", PROMPTS)
+        found.append(np.concatenate(rig.sync._engines[0].score(PROMPTS, f"policy@k-{step}")))
+        bytes_of |= {path: path.read_bytes() for path in (rig.root / f"policy@k-{step}").iterdir()}
+    assert len({folder for folder, _ in rig.engine.adapters.values()}) == 3
+    assert all(path.read_bytes() == content for path, content in bytes_of.items())
+    gaps = [float(np.abs(a - b).mean()) for a, b in ((found[0], found[1]), (found[1], found[2]), (found[0], found[2]))]
+    assert min(gaps) > 1e-3, "the probe tells each version from the others"
+    rig.train()
+    rig.engine.faults = {"old_bytes"}
+    rig.engine.first_read = str(rig.root / "policy@k-0")
+    with pytest.raises(WeightProofFailed, match="does not compute with the weights of k-3 under policy@k-3"):
+        rig.sync.sync("k-3", PROMPTS)
+
+
 def test_an_engine_that_was_started_again_gets_the_present_adapter_before_it_is_asked(rig: Rig) -> None:
     rig.sync.sync("k-0", PROMPTS)
     rig.engine.adapters.clear()

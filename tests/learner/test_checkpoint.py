@@ -11,11 +11,13 @@ import time
 from collections import namedtuple
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 from learner_helpers import random_rows, tiny_policy
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 
 from harness_rl.errors import LearnerError, UserError
@@ -121,16 +123,26 @@ def test_f18_a_full_disk_is_an_error_before_anything_is_written(tmp_path: Path, 
     assert found.newest is not None and found.newest.step == 1 and not found.skipped
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
-def test_a_failed_write_leaves_the_previous_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        None,
+        OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
+        OSError(errno.EROFS, os.strerror(errno.EROFS)),
+        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+    ],
+)
+def test_a_full_disk_is_named_and_leaves_the_previous_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception | None
+) -> None:
+    """torch and safetensors have errors of their own for it, which are no OSError."""
     t = trainer()
     save(t, tmp_path, 1)
-
-    def full(*_: object) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(saving.torch, "save", full)
-    with pytest.raises(LearnerError, match=os.strerror(number)):
+    if error is None:  # torch's own, of a real device
+        monkeypatch.setattr(checkpoint, "STATE", "/dev/full")
+    else:
+        monkeypatch.setattr(t.policy.model, "save_pretrained", Mock(side_effect=error))
+    with pytest.raises(LearnerError, match=rf"checkpoint {tmp_path}/step-2 could not be written: "):
         save(t, tmp_path, 2, keep=1)
     assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
 

@@ -171,6 +171,20 @@ async def test_stop_comes_before_a_batch_that_waits(link: LearnerLink) -> None:
     client.close()
 
 
+async def test_an_engine_that_was_started_again_twice_in_one_step_is_served_once_and_before_a_batch(link: LearnerLink) -> None:
+    client = await connected(link)
+    await in_thread(lambda: client.send("pull", credit=2))
+    for step in (4, 5):
+        await link.send_batch(step, random_rows(0), 5)
+    await link.send("resync")
+    await link.send("resync")
+    await link.send("sync_go")
+    assert (await in_thread(lambda: client.wait_for({"sync_go"}, 5))).type == "sync_go"
+    kinds = [(await in_thread(lambda: client.wait_for({"batch", "resync"}, 5))).type for _ in range(3)]
+    assert kinds == ["resync", "batch", "batch"]
+    client.close()
+
+
 @pytest.mark.parametrize("token", ["wrong", "", "secret "])
 async def test_a_wrong_token_is_refused(link: LearnerLink, token: str) -> None:
     def work() -> None:
@@ -244,6 +258,24 @@ async def test_waits_have_deadlines(link: LearnerLink) -> None:
         await link.receive(0.05)
     with pytest.raises(LinkError, match="no learner is connected"):
         await link.send("sync_go")
+
+
+async def test_control_that_lives_may_take_its_time(tmp_path: Path) -> None:
+    """A batch may take longer to collect than any deadline; only control's silence has one."""
+    link = LearnerLink(tmp_path / "m.sock", "secret", alive_s=0.05)
+    await link.start()
+    client, heard = await connected(link), []
+    client.on_alive = lambda: heard.append("alive")
+    waiting = asyncio.create_task(in_thread(lambda: client.wait_for({"batch", "resync"}, 0.4)))
+    await asyncio.sleep(1.0)
+    await link.send("resync")
+    assert (await waiting).type == "resync" and len(heard) > 5
+    link._alive_s = 60.0  # a control that hangs
+    await asyncio.sleep(0.1)
+    with pytest.raises(LinkError, match=r"batch did not come in 0 s"):
+        await in_thread(lambda: client.wait_for({"batch"}, 0.3))
+    client.close()
+    await link.close()
 
 
 async def test_control_that_dies_is_named(link: LearnerLink) -> None:

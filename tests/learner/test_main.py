@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -371,6 +372,19 @@ async def test_g13_a_diverged_step_is_neither_saved_nor_synced(
     assert await process.exit_code() == 0
 
 
+def test_a_step_that_had_nothing_to_save_leaves_its_checkpoint_to_the_next() -> None:
+    learner: Any = object.__new__(main_module.Learner)
+    learner.spec, learner.saved_step, saved = SimpleNamespace(checkpoint_every=3), -1, []
+    for step, updated in enumerate([True, True, False, True, True, True, True], 1):
+        learner.step = step
+        if updated and learner._save_due():
+            learner.saved_step = step
+            saved.append(step)
+    assert saved == [4, 6]
+    learner.spec.checkpoint_every = 0
+    assert not learner._save_due()
+
+
 async def test_e09_an_adapter_is_pushed_merged_under_the_one_name_that_agents_use(
     model_folder: Path, tmp_path: Path, link: LearnerLink, engine: tuple[FakeEngine, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -523,6 +537,16 @@ async def test_control_that_never_answers_a_sync_is_a_named_error(
     await expect(link, "sync_begin")
     assert "stop or sync_go did not come" in (await expect(link, "failed"))["message"]
     assert await process.exit_code() == 1
+
+
+def test_the_other_ranks_wait_as_long_as_the_first() -> None:
+    """Each sign of control's life is an order to wait on, so that no deadline of theirs ends a run whose batch takes long."""
+    orders = iter([("wait", ()), ("wait", ()), ("stop", ())])
+    learner: Any = object.__new__(main_module.Learner)
+    learner.ranks = SimpleNamespace(next_order=lambda: next(orders))
+    learner.trainer, learner.saver = SimpleNamespace(updater=None), SimpleNamespace(wait=lambda: None)
+    learner.follow()
+    assert next(orders, None) is None
 
 
 async def test_mistakes_end_with_code_2(

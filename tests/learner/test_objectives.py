@@ -199,6 +199,31 @@ def test_gradient_by_finite_differences(objective: Objective) -> None:
     torch.testing.assert_close(torch.tensor(found, dtype=torch.float64), by_differences(batch, value), atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("token_truncate:1.2", "token_mask:0.5:2", "token_reject:0.5:2"),
+        *("sequence_truncate:1.2", "sequence_mask:0.5:2", "sequence_reject:0.5:2"),
+        *("geometric_truncate:1.1", "geometric_mask:0.8:1.2", "geometric_reject:0.8:1.2"),
+    ],
+)
+def test_gradient_of_each_correction_by_finite_differences(name: str) -> None:
+    """The factor is one of pi_old and mu: it weighs the gradient and has none itself."""
+    batch = random_terms()
+    correction = Correction.parse(name, 2.0)
+    objective = Composed(GRPO(), corrections=(correction,))
+    factors, touched = correction.factor(batch)
+    assert 0 < touched.sum() < len(touched) and not factors.requires_grad
+    found = torch.tensor(gradient(objective, batch), dtype=torch.float64)
+
+    def value(logprobs: torch.Tensor) -> torch.Tensor:
+        weighed = Terms(logprobs, batch.old, batch.behaviour, batch.advantages, batch.sequence, batch.reference)
+        return (GRPO()(weighed).loss * factors).sum()
+
+    torch.testing.assert_close(found, by_differences(batch, value), atol=1e-6, rtol=1e-6)
+    assert torch.all(found[factors == 0] == 0)
+
+
 def test_gspo_gradient_is_that_of_the_sequence_loss_by_finite_differences() -> None:
     """Of eq. 5, written out: -min(s_i A_i, clip(s_i) A_i) for each row, times its length as each of its tokens counts once."""
     batch, rows = random_terms(), 8

@@ -120,6 +120,58 @@ def test_every_row_ends_in_one_counted_state() -> None:
     assert report.metrics["tokens/stale"] == rows[1].mask.sum()
 
 
+def by_turn(completions: list[list[int]], credit: list[float], rows_of: list[list[int]], rollout: str = "r") -> list[Row]:
+    """A rollout of so many turns, turn t with `credit[t]` on each token; `rows_of`: which turns are in each of its rows."""
+    rows = []
+    for number, turns in enumerate(rows_of):
+        ids, made, parent = [1, 2 + number], [], None
+        for t in turns:
+            made.append(turn(f"n{t}", ids, completions[t], parent=parent))
+            ids, parent = [*ids, *completions[t], 9], f"n{t}"
+        (row,) = build_rows(trace(*made), rollout, "g0")
+        row.token_advantages = np.zeros(len(row), dtype=np.float32)
+        for span, t in zip(row.spans, turns, strict=True):
+            row.token_advantages[span.start : span.end] = credit[t]
+        rows.append(row)
+    return rows
+
+
+@pytest.mark.parametrize("how", ["token", "rollout", "constant"])
+def test_invariant_3_turns_without_credit_weigh_the_same_in_a_row_of_their_own(how: str) -> None:
+    """The row with credit alone is forwarded; what its tokens weigh must not depend on where the others lie."""
+    completions, credit = [[3] * 10, [4] * 40, [5] * 40], [1.0, 0.0, 0.0]
+    other = random_rows(1, rollouts=2)
+
+    def weight(rows_of: list[list[int]]) -> float:
+        rows = [*by_turn(completions, credit, rows_of), *other]
+        prepared = trainer(loss_normalisation=how, micro_batch_tokens=512).prepare(rows, rollouts=3)
+        (found,) = {
+            float(w) for pack in prepared.minibatches[0] for w, at in zip(pack.weights, pack.sequence, strict=True) if pack.rows[at] == 0
+        }
+        return found
+
+    assert weight([[0, 1, 2]]) == weight([[0, 1], [2]]) == weight([[0], [1], [2]]) == weight([[0], [1, 2]])
+
+
+@pytest.mark.parametrize(("how", "total"), [("token", 1.0), ("rollout", 1.0), ("constant", None)])
+def test_a_rollout_of_advantage_0_counts_and_one_that_its_group_left_out_does_not(how: str, total: float | None) -> None:
+    rows = random_rows(2, rollouts=6)
+
+    def of_first(left_out: bool, advantage: float) -> tuple[float, float]:
+        rows[3].advantage, rows[3].left_out = advantage, left_out
+        prepared = trainer(loss_normalisation=how, micro_batch_tokens=512).prepare(rows, rollouts=8)
+        packs = prepared.minibatches[0]
+        assert (prepared.states[rows[3].row_id] is RowState.ZERO_ADVANTAGE) is (advantage == 0.0)
+        return float(packs[0].weights[packs[0].sequence == packs[0].rows.index(0)][0]), sum(float(pack.weights.sum()) for pack in packs)
+
+    (whole, summed), (zero, _), (gone, of_rest) = of_first(False, 1.0), of_first(False, 0.0), of_first(True, 0.0)
+    assert zero == whole
+    if total is None:
+        assert gone == whole == pytest.approx(1 / (8 * 1024.0))  # all rollouts of the step, also those without rows
+    else:
+        assert gone > whole and summed == pytest.approx(total) and of_rest == pytest.approx(total)
+
+
 def test_a_rejected_row_is_never_trained() -> None:
     rows = random_rows(4)
     bad = copy.deepcopy(rows[2])
@@ -316,10 +368,10 @@ def scaled(gradient: list[torch.Tensor], factor: float) -> list[torch.Tensor]:
 
 
 def test_constant_normalisation_divides_by_all_rollouts_times_the_constant() -> None:
-    """Dr. GRPO: 1 / (G L) for each token, where G counts the rollout without advantage too; per token of the step it is 1 / n."""
+    """Dr. GRPO: 1 / (G L) for each token, per token of the step it is 1 / n; G and n count the rollout without advantage too."""
     rows = random_rows(19)
     rows[0].advantage = 0.0
-    tokens = sum(int(row.trained.sum()) for row in rows[1:])
+    tokens = sum(int(row.trained.sum()) for row in rows)
     by_token = grads_of(trainer(), rows)
     constant = grads_of(trainer(loss_normalisation="constant", loss_constant=50.0), rows)
     assert_close(constant, scaled(by_token, tokens / (len(rows) * 50.0)))

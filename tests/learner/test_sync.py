@@ -96,6 +96,16 @@ def test_g06_a_server_that_a_dead_learner_left_paused_gets_the_weights_and_goes_
     assert report.proof.ok and rig.engine.weight_version == "resumed-7" and not rig.engine.paused
 
 
+def test_engines_that_slept_stood_since_they_were_put_to_sleep(rig: Rig) -> None:
+    rig.sync.sync("k-0", PROMPTS)
+    rig.sync.rest()
+    time.sleep(1.5)  # the learner trains
+    asleep = rig.sync.sync("k-1", PROMPTS).seconds
+    again = rig.sync.sync("k-2", PROMPTS).seconds
+    assert asleep["stopped"] > 1.5 + asleep["transfer"] and again["stopped"] < asleep["stopped"]
+    assert again["stopped"] == pytest.approx(again["pause"] + again["transfer"] + again["finish"], abs=0.5)
+
+
 def test_e12_order_of_the_control_calls(rig: Rig) -> None:
     rig.sync.sync("k-0", PROMPTS)
     assert rig.engine.calls == [

@@ -116,6 +116,44 @@ def test_a_learner_that_died_in_an_update_is_followed_by_one_that_begins_it_agai
     other.sync.close()
 
 
+class Killed(BaseException):
+    """Of the learner, at once: nothing of it runs any more."""
+
+
+@pytest.mark.parametrize("step", ["pause", "start", "push", "finish", "version", "reset_prefix_cache", "resume"])
+def test_a_learner_that_is_killed_after_any_step_is_followed_by_one_whose_weights_are_proven(
+    rig: Rig, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """Whatever the engine then holds and whether it samples: the next learner's update begins at the first step and ends with a proof."""
+    with_time(rig)
+    rig.sync.sync("k-0", PROMPTS)
+    rig.perturb()
+    everywhere, push = rig.sync._everywhere, rig.sync._sender.push
+
+    def killed_after(name: str, *args: Any) -> Any:
+        found = everywhere(name, *args)
+        if name == step and (name != "version" or engine.weight_version == "k-1"):
+            raise Killed
+        return found
+
+    def pushed(engines: Any) -> Any:
+        found = push(engines)
+        if step == "push":
+            raise Killed
+        return found
+
+    monkeypatch.setattr(rig.sync, "_everywhere", killed_after)
+    monkeypatch.setattr(rig.sync._sender, "push", pushed)
+    with pytest.raises(Killed):
+        rig.sync.sync("k-1", PROMPTS)
+    assert engine.paused is (step != "resume"), "it stands, or samples under a version that nobody proved"
+    assert engine.weight_version == ("k-1" if step in ("finish", "version", "reset_prefix_cache", "resume") else "k-0")
+    other = Rig(tiny_policy(), [engine], [rig.sync._engines[0].url])  # as its checkpoint was: other weights than those half pushed
+    proof = other.sync.sync("n-0", PROMPTS).proof
+    assert proof.ok and proof.mean_abs < 1e-4 and engine.weight_version == "n-0" and not engine.paused
+    other.sync.close()
+
+
 class Running(threading.Thread):
     """A call that samples a token every few milliseconds while the engine is not paused."""
 

@@ -19,6 +19,7 @@ from harness_rl.orchestrator.generation import Generation
 from harness_rl.orchestrator.journal import Journal
 from harness_rl.orchestrator.rollout import Rollout, RolloutRunner
 from harness_rl.orchestrator.schedule import TaskOrder
+from harness_rl.orchestrator.stepmetrics import step_metrics
 from harness_rl.sessions.base import RolloutFailure
 
 
@@ -252,6 +253,28 @@ def test_shuffled_advantages_are_the_same_numbers_and_who_has_none_stays_without
     assert any(shuffled(advantages, str(seed)) != advantages for seed in range(20))
 
 
+@pytest.mark.parametrize(
+    ("outcomes", "rewards", "tied", "largest"),
+    [
+        ([0.0] * 4, [-0.01, -0.02, -0.03, -0.04], True, 0.015),
+        ([0.0] * 4, [0.0, 0.0, 0.0, 0.5], True, 3**0.5),  # a reward function's own signal
+        ([1.0, 0.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0], False, 3**0.5),
+        ([None] * 4, [0.01, 0.02, 0.01, 0.02], False, 1.0),  # there is no verifier: nothing is known of outcomes
+    ],
+)
+def test_d11_small_shaping_of_one_outcome_stays_small_at_the_default_scale(outcomes, rewards, tied, largest):
+    """Divided by their standard deviation, penalties of -0.01 to -0.04 would be advantages of 1.34."""
+    rollouts = [
+        Rollout(f"g-{n}", "g", n, 1, reward, outcome(seen), [], 0.0) for n, (seen, reward) in enumerate(zip(outcomes, rewards, strict=True))
+    ]
+    assembler = Assembler(1, 0.0, RunConfig().rollout.normalise_advantage)
+    assembler.add(Group("g", "t", rollouts))
+    batch = assembler.close()
+    assert batch is not None and batch.groups[0].outcome_tied is tied
+    assert max(abs(row.advantage) for row in batch.rows) == pytest.approx(largest)
+    assert step_metrics(batch, {}, None)["rollout/groups_outcome_tied"] == tied
+
+
 @pytest.mark.parametrize(("shuffle", "expected"), [(False, {1: 1.0, 3: -1.0}), (True, None)])
 def test_a_balanced_group_gives_the_learner_every_row_and_trains_as_many_up_as_down(shuffle, expected):
     assembler = Assembler(1, 0.0, "std", balance=True, shuffle=shuffle)
@@ -262,6 +285,7 @@ def test_a_balanced_group_gives_the_learner_every_row_and_trains_as_many_up_as_d
     assert len(batch.rows) == assembler.row_counts["rows"] == 4  # the unscored rollout has none
     advantages = {int(row.rollout_id[-1]): row.advantage for row in batch.rows}
     assert sorted(advantages.values()) == [-1.0, 0.0, 0.0, 1.0]
+    assert all(row.left_out is (row.advantage == 0.0) for row in batch.rows)  # they count in no normalisation
     if expected is not None:
         assert {member: value for member, value in advantages.items() if value} == expected
 

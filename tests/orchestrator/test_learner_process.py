@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from harness_rl.errors import EngineError, InvariantError, LearnerError, LearnerGone
-from harness_rl.learner.link import Message
+from harness_rl.learner.link import Message, NoCredit
 from harness_rl.orchestrator import learner_process
 from harness_rl.orchestrator.learner_process import LearnerProcess, SyncHooks, start_learner
 
@@ -30,6 +30,9 @@ class FakeLink:
 
     async def close(self) -> None:
         pass
+
+    async def send_batch(self, step: int, rows: object, timeout: float, rollouts: int | None) -> None:
+        self.sent.append(f"batch {step}")
 
 
 class FakeChild:
@@ -128,6 +131,7 @@ async def test_a_fault_of_ours_is_raised_not_waited_for(learner):
 
 
 async def test_a_learner_that_is_late_or_gone_is_named(learner):
+    await learner.process.resync()
     with pytest.raises(LearnerError, match="no message"):
         await learner.process.next(0.01)
     learner.link.coming.put_nowait(Message("closed", {"reason": "end of file"}))
@@ -135,12 +139,59 @@ async def test_a_learner_that_is_late_or_gone_is_named(learner):
         await learner.process.next(1)
 
 
+async def test_a_learner_that_waits_for_us_is_not_late(learner):
+    """Control may collect a batch, or evaluate the starting weights, for longer than a step may take."""
+    allowed = asyncio.Event()
+
+    async def hold(version: str) -> None:
+        await allowed.wait()
+
+    learner.process.hooks.hold = hold
+    waiting = asyncio.create_task(learner.process.next(0.05))
+    await asyncio.sleep(0.2)
+    assert not waiting.done()  # it has nothing to do
+    await learner.process.send_batch(1, [], 0.05)
+    begin, end = sync("a-1")
+    learner.link.coming.put_nowait(begin)
+    await asyncio.sleep(0.2)
+    assert not waiting.done()  # it asked for something, and we have not answered
+    allowed.set()
+    learner.link.coming.put_nowait(end)
+    assert (await waiting).type == "sync_done"
+    learner.link.coming.put_nowait(Message("result", {"step": 1}))
+    assert (await learner.process.next(0.05)).type == "result"
+    waiting = asyncio.create_task(learner.process.next(0.05))
+    await asyncio.sleep(0.2)
+    assert not waiting.done()  # idle again
+    await learner.process.send_batch(2, [], 0.05)
+    with pytest.raises(LearnerGone, match="no message from the learner in 0 s of work"):
+        await waiting
+
+
+async def test_a_batch_waits_for_a_learner_that_has_its_own_reason_to_wait(learner):
+    """No credit comes while its first update waits for an evaluation; from one that has work and is silent it is a death."""
+    learner.link.refusals = 3
+
+    async def send_batch(step: int, rows: object, timeout: float, rollouts: int | None) -> None:
+        learner.link.refusals -= 1
+        if learner.link.refusals >= 0:
+            await asyncio.sleep(timeout)
+            raise NoCredit("the learner asked for no batch")
+
+    learner.link.send_batch = send_batch
+    await asyncio.wait_for(learner.process.send_batch(1, [], 0.02), 2)
+    assert (learner.link.refusals, learner.process.turns.batches) == (-1, 1)
+    learner.link.refusals = 99
+    with pytest.raises(LearnerGone, match="asked for no batch"):
+        await asyncio.wait_for(learner.process.send_batch(2, [], 0.02), 2)
+
+
 @pytest.mark.parametrize(("ends", "error"), [("kill -9 $$", LearnerGone), ("echo no such model >&2; exit 1", LearnerError)])
 async def test_a_learner_that_is_killed_while_it_starts_can_be_started_again(tmp_path: Path, ends: str, error: type[Exception]) -> None:
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\n{ends}\n")
     python.chmod(0o755)
-    spec = SimpleNamespace(to_json=lambda: "{}", lineage="a", resume=False, processes=1)
+    spec = SimpleNamespace(to_json=lambda: "{}", lineage="a", resume=False, processes=1, engines=[])
     hooks = SyncHooks(*[None] * 3)
     with pytest.raises(LearnerError, match=r"the learner did not start: the learner ended: (killed by SIGKILL|no such model)") as caught:
         await start_learner(spec, python=python, env={}, hooks=hooks, run_dir=tmp_path, timeout=20.0)
@@ -154,7 +205,7 @@ async def test_ranks_know_their_place_whatever_control_was_started_with(tmp_path
     python.write_text("#!/bin/sh\necho $RANK of $WORLD_SIZE on $LOCAL_RANK >&2\nif [ $RANK = 0 ]; then sleep 1; fi\nexit 1\n")
     python.chmod(0o755)
     for processes in (1, 2):
-        spec = SimpleNamespace(to_json=lambda: "{}", lineage="a", resume=False, processes=processes)
+        spec = SimpleNamespace(to_json=lambda: "{}", lineage="a", resume=False, processes=processes, engines=[])
         words = "0 of 1 on 0" if processes == 1 else "the learner-rank1 ended: 1 of 2 on 1"
         with pytest.raises(LearnerError, match=words):
             await start_learner(spec, python=python, env={}, hooks=SyncHooks(*[None] * 3), run_dir=tmp_path, timeout=20.0)

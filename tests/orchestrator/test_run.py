@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from collections import Counter
 from types import SimpleNamespace
 from unittest.mock import AsyncMock, MagicMock
 
 import pytest
-from orchestrator.fakes import FakeFactory, outcome
+from orchestrator.fakes import FakeFactory, outcome, trace
 
 from harness_rl.config import RunConfig
 from harness_rl.errors import Cause, HarnessRLError, InvariantError
 from harness_rl.learner.link import Message
+from harness_rl.learner.rows import build_rows
 from harness_rl.metrics import MetricsLog, RunState
 from harness_rl.orchestrator.batches import Assembler, Batch, Group
 from harness_rl.orchestrator.evaluate import evaluate
@@ -24,6 +26,8 @@ from harness_rl.orchestrator.run import TrainingRun, _lineage
 from harness_rl.orchestrator.schedule import TaskOrder
 from harness_rl.orchestrator.stepmetrics import step_metrics
 from harness_rl.sessions.base import RolloutFailure
+
+PROOF = {"ok": True, "mean_abs": 1e-6, "tokens": 512}
 
 
 def a_run(**sync) -> TrainingRun:
@@ -42,6 +46,41 @@ async def test_tokens_of_an_update_train_only_once_its_proof_has_passed():
         run.proven.add("a-1")
         run._proofs.notify_all()
     await asyncio.wait_for(waiting, 1)
+
+
+async def test_no_batch_with_tokens_of_an_unproven_update_reaches_the_learner(tmp_path):
+    """Calls that ran through an update sampled by it before its proof: the whole batch waits for that, and is never sent without."""
+
+    def batch(step: int, version: str) -> Batch:
+        rows = build_rows(trace(version), f"r{step}", f"g{step}")
+        return Batch(step, [Group(f"g{step}", "t", [])], rows, [], False)
+
+    def fed(run: TrainingRun, *batches: Batch) -> tuple[asyncio.Task[None], list[int]]:
+        run.config = RunConfig.model_validate({"run": {"steps": len(batches)}, "sync": {"timeout_s": 0.3}})
+        run.lineage, run.proven, sent = "a", {"a-0"}, []
+        run.journal, coming = Journal(tmp_path / f"{len(batches)}.sqlite"), iter(batches)
+
+        async def send_batch(step: int, *_: object) -> None:
+            sent.append(step)
+
+        run.generation = SimpleNamespace(
+            next_batch=AsyncMock(side_effect=lambda: next(coming)), pacer=SimpleNamespace(step_began=lambda: None)
+        )
+        return asyncio.create_task(run._feed(SimpleNamespace(send_batch=send_batch))), sent
+
+    run = a_run()
+    feeding, sent = fed(run, batch(1, "a-0"), batch(2, "a-1"))
+    await asyncio.sleep(0.05)
+    assert sent == [1] and not feeding.done()
+    async with run._proofs:
+        run.proven.add("a-1")
+        run._proofs.notify_all()
+    await asyncio.wait_for(feeding, 1)
+    assert sent == [1, 2]
+    feeding, sent = fed(a_run(), batch(1, "a-1"))
+    with pytest.raises(InvariantError, match="sampled by a-1, which was not proven"):
+        await feeding
+    assert sent == []
 
 
 def test_the_reference_of_a_resumed_run_is_the_model_it_began_with(tmp_path):
@@ -95,7 +134,7 @@ async def test_the_first_update_waits_until_the_starting_weights_are_evaluated(t
     assert len(factory.episodes) == 2 * len(factory.prompt_rows())
 
 
-async def test_where_policies_are_adapters_only_the_first_holds_calls():
+async def test_where_policies_are_adapters_only_the_first_holds_calls(tmp_path):
     holds = []
 
     async def hold(reason, timeout_s):
@@ -105,10 +144,29 @@ async def test_where_policies_are_adapters_only_the_first_holds_calls():
     run.config = RunConfig.model_validate({"sync": {"lora": "adapter"}, "learner": {"lora_rank": 8}})
     run.services, run.lineage = SimpleNamespace(hold=hold), "a"
     run._may_update.set()
-    await run._hold("a-0")
-    run.state.version = "a-0"
-    await run._hold("a-1")
+    run.services.release = AsyncMock(return_value=[])
+    run.journal, run.generation = Journal(tmp_path / "journal.sqlite"), SimpleNamespace(weights_are=AsyncMock())
+    for version in ("a-0", "a-1"):
+        await run._hold(version)
+        await run._release(SyncReport(version, PROOF, {"probe": 1.0}, adapter=f"policy@{version}"))
     assert holds == ["weights a-0"]
+    with sqlite3.connect(tmp_path / "journal.sqlite") as journal:
+        assert journal.execute("SELECT version FROM holds").fetchall() == [("a-0",)]  # no other held anything
+
+
+async def test_engines_that_sleep_are_held_for_from_before_the_step(tmp_path, monkeypatch):
+    """Two updates begin, one hold: the journal's is from the first, and the next update has one of its own."""
+    run, clock = a_run(sleep=True, backend="ipc"), iter([100.0, 300.0])
+    run.services = SimpleNamespace(hold=AsyncMock(), release=AsyncMock(return_value=[]))
+    run.lineage, run.journal, run.generation = "a", MagicMock(), SimpleNamespace(weights_are=AsyncMock())
+    run._may_update.set()
+    monkeypatch.setattr("harness_rl.orchestrator.run.time.time", lambda: next(clock))
+    for version in ("a-1", "a-1"):
+        await run._hold(version)
+    await run._release(SyncReport("a-1", PROOF, {"stopped": 90.0}))
+    await run._hold("a-2")
+    await run._release(SyncReport("a-2", PROOF, {"stopped": 80.0}))
+    assert [call.args for call in run.journal.held.call_args_list] == [("a-1", 100.0, 90.0), ("a-2", 300.0, 80.0)]
 
 
 async def test_an_engine_that_dies_under_the_start_evaluation_has_both_start_over(tmp_path):
@@ -196,7 +254,7 @@ async def test_an_observer_hears_of_each_written_step_and_can_end_the_run(tmp_pa
         return next(messages)
 
     run = a_run()
-    run.observer, run.journal = Observer(), MagicMock()
+    run.observer, run.journal = Observer(), Journal(tmp_path / "journal.sqlite")
     run.metrics = MetricsLog(tmp_path / "metrics.jsonl")
     run._leased = {n: Batch(n, [group], [], [group], False) for n in (1, 2, 3)}
     run.generation = SimpleNamespace(totals={}, weights_are=AsyncMock(), trained=AsyncMock())
@@ -205,6 +263,7 @@ async def test_an_observer_hears_of_each_written_step_and_can_end_the_run(tmp_pa
     assert (run.state.step, run._stopped) == (2, True)
     await run._record(learner, 3)
     assert (run.state.step, heard) == (3, [(1, 1.0, 1), (2, 1.0, 2), (3, 1.0, 3)])
+    assert sorted(run.journal.meta("stale_watch")) == ["1", "2", "3"]  # a resume goes on counting from its step
     run._durable(Message("checkpoint", {"step": 3, "path": "x"}))
     assert heard[-1] == ("saved", 3)
 

@@ -11,16 +11,19 @@ import os
 import signal
 import socket
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import AsyncMock
 
 import pytest
 
 from harness_rl.config import RunConfig
+from harness_rl.engines.look import Look
 from harness_rl.errors import EngineError, HarnessRLError, UserError
 from harness_rl.metrics import RunState
 from harness_rl.orchestrator import proxy_process
 from harness_rl.orchestrator import services as module
+from harness_rl.orchestrator.learner_spec import learner_spec
 from harness_rl.orchestrator.proxy_process import start_proxy
 from harness_rl.orchestrator.services import Services, tokenizer_file
 from harness_rl.sandboxes.reaper import LeakReport, ReapReport
@@ -218,6 +221,112 @@ async def test_a_failed_update_is_excused_by_an_engine_that_died_and_by_nothing_
     services.engine.killed.clear()
     services.state.engine = "restarting"
     await services.excuse_failed_sync("HTTP 500")
+
+
+class Elsewhere:
+    """Two engines that somebody else runs, as `look` finds them."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.seen = {"http://a": Look(True, "a-1"), "http://b": Look(True, "a-1")}
+        monkeypatch.setattr(module, "look", self.look)
+        monkeypatch.setattr(module, "LOOK_S", 0.01)
+
+    async def look(self, url):
+        return self.seen[url]
+
+    def services(self, **engine) -> Services:
+        config = RunConfig.model_validate({"engine": {"url": list(self.seen), **engine}})
+        client = SimpleNamespace(hold=AsyncMock(), release=AsyncMock(return_value={"adapters_asked": []}))
+        engines = [SimpleNamespace(url=url, died=asyncio.Event().wait) for url in self.seen]
+        proxy = SimpleNamespace(client=client, child=SimpleNamespace(ended=asyncio.Event().wait))
+        return Services(config, engines[0], proxy, RunState("test", 1), engines[1:])
+
+
+async def test_an_engine_elsewhere_that_comes_back_without_the_policy_gets_it_under_held_calls(monkeypatch):
+    elsewhere, held = Elsewhere(monkeypatch), []
+    services = elsewhere.services()
+
+    async def resync():
+        held.append(services.state.holding)
+        elsewhere.seen["http://b"] = Look(True, "a-1")
+        await services.release("a-1")
+
+    async with asyncio.timeout(5), services.watched(resync):
+        await services.release("a-1")
+        await asyncio.sleep(0.05)
+        assert held == [] and services.state.engine == "ready"
+        elsewhere.seen["http://b"] = Look(False)
+        await asyncio.sleep(0.05)
+        assert held == [] and services.state.engine == "restarting" and not services.state.holding  # the other goes on
+        elsewhere.seen["http://b"] = Look(True, "default")
+        while not held:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+    assert held == [True]
+
+
+async def test_an_update_that_an_engine_elsewhere_missed_is_asked_for_again_once_it_is_back(monkeypatch):
+    elsewhere, pushed = Elsewhere(monkeypatch), asyncio.Event()
+    services = elsewhere.services()
+
+    async def resync():
+        assert all(seen.up for seen in elsewhere.seen.values())
+        pushed.set()
+
+    async with asyncio.timeout(5), services.watched(resync):
+        await services.release("a-1")
+        await services.hold("weights a-2", 30.0)
+        elsewhere.seen["http://b"] = Look(False)
+        await services.excuse_failed_sync("sync step 'health': http://b")
+        await asyncio.sleep(0.05)
+        assert not pushed.is_set()
+        elsewhere.seen["http://b"] = Look(True, "a-1")  # it was only away
+        await pushed.wait()
+
+
+async def test_an_engine_elsewhere_that_stays_away_ends_the_run_by_its_name(monkeypatch):
+    elsewhere = Elsewhere(monkeypatch)
+    with pytest.raises(EngineError, match=r"http://b has not answered for 0 s \(engine.start_timeout_s\); start it again where it runs"):
+        async with asyncio.timeout(5), elsewhere.services(start_timeout_s=0.05).watched(no_resync):
+            elsewhere.seen["http://b"] = Look(False)
+            await asyncio.Event().wait()
+
+
+async def test_an_update_that_fails_while_all_engines_elsewhere_answer_ends_the_run(monkeypatch):
+    monkeypatch.setattr(module, "ENGINE_DEATH_S", 0.05)
+    services = Elsewhere(monkeypatch).services()
+    with pytest.raises(EngineError, match="HTTP 500; the engine is alive"):
+        await services.excuse_failed_sync("HTTP 500")
+
+
+@pytest.mark.parametrize(
+    ("seen", "served", "lost"),
+    [
+        (Look(True, "default"), ("a-1", None), True),
+        (Look(True, "a-1"), ("a-1", None), False),
+        (Look(True, "a-2"), ("a-1", None), False),  # an update is on its way
+        (Look(True, "default"), (None, None), False),
+        (Look(False), ("a-1", None), False),
+        (Look(True, "default", frozenset({"policy"})), ("a-1", "policy@a-1"), True),
+        (Look(True, "default", frozenset({"policy", "policy@a-1"})), ("a-1", "policy@a-1"), False),
+    ],
+)
+def test_what_tells_that_an_engine_was_started_again(seen, served, lost):
+    assert seen.lost(*served) is lost
+
+
+def test_the_learner_knows_the_engines_dtype():
+    """The bound of the weights' proof follows from it: float32 on both sides is compared exactly, and nothing else is."""
+    launched = SimpleNamespace(url="http://e", model="policy", dtype="bfloat16")
+    for engine, section, expected in [
+        (launched, {"dtype": "auto"}, "bfloat16"),
+        (SimpleNamespace(url="http://e", model="policy", dtype=None), {"url": "http://e", "dtype": "float16"}, "float16"),
+        (SimpleNamespace(url="http://e", model="policy", dtype=None), {"url": "http://e"}, "auto"),
+    ]:
+        config = RunConfig.model_validate({"engine": section, "learner": {"dtype": "float32", "threads": 1}})
+        services = Services(config, engine, SimpleNamespace(), RunState("test", 1))
+        spec = learner_spec(config, services, Path("model"), "a", resume=False, reference="model")
+        assert (spec.engine_dtype, spec.dtype) == (expected, "float32")
 
 
 async def test_a_busy_proxy_port_is_the_users_mistake(tmp_path):

@@ -1,5 +1,7 @@
 """Stale shares by task and duration, and the alarm for a task that is sampled and never trained."""
 
+import json
+
 import numpy as np
 import pytest
 from orchestrator.fakes import outcome
@@ -65,3 +67,17 @@ def test_a_task_that_is_mostly_trained_raises_none(stale):
     watch = StaleWatch()
     step = used_rollouts(batch(("slow", [(10, stale, 60.0)] * 8)))
     assert not any(watch.observe(step) for _ in range(50))
+
+
+def test_what_was_counted_outlives_a_resume_and_steps_that_are_taken_back_are_not_counted_twice():
+    """A slow task's alarm needs 16 rollouts, and a run may be resumed every four of them."""
+    step, kept, watch, told = used_rollouts(batch(("slow", [(10, 9, 60.0)] * 4))), None, StaleWatch(), []
+    for number in range(1, 7):
+        told += watch.observe(step)
+        kept = json.loads(json.dumps(watch.keep(number, kept, durable=2 * ((number - 1) // 2))))
+        watch = StaleWatch.after(number, kept)
+    assert len(told) == 1 and "task slow: 90%" in told[0]
+    assert sorted(kept) == ["4", "5", "6"]  # what a resume can go back to
+    back = StaleWatch.after(4, kept)
+    assert (back._rollouts, back._tokens, back._told) == ({"slow": 16}, {"slow": 160}, {"slow"})
+    assert StaleWatch.after(0, kept)._rollouts == {}

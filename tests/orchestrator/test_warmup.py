@@ -121,7 +121,7 @@ async def test_demonstrations_and_measurement_together_keep_to_the_runs_bound(tm
         return Message("result", {"metrics": {"updates": 1}})
 
     factory, journal = FakeFactory(play), Journal(tmp_path / "journal.sqlite")
-    learner = SimpleNamespace(link=SimpleNamespace(send_batch=send_batch), next=following, last_checkpoint=None, sent=0, step=0)
+    learner = SimpleNamespace(send_batch=send_batch, next=following, last_checkpoint=None, sent=0, step=0)
     warmup = {"demonstrations": 12, "batch": 4, "check_from": 4, "target_low": 0.9, "target_high": 1.0}
     config = RunConfig.model_validate({"rollout": {"max_concurrent_rollouts": 2}, "warmup": warmup})
     rows = factory.prompt_rows()
@@ -190,7 +190,7 @@ class DyingLearner:
 
     def __init__(self, work: Path, step: int, dies_after: int | None) -> None:
         self.work, self.step, self.dies_after = work, step, dies_after
-        self.link, self.resync, self.close = self, AsyncMock(), AsyncMock()
+        self.resync, self.close = AsyncMock(), AsyncMock()
         self.last_checkpoint = Message("checkpoint", {"step": step, "path": str(work / f"step-{step}")})
         self.trained = []
 

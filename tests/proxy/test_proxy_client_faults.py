@@ -36,6 +36,7 @@ async def held(client: Client, served: Served, created: CreatedSession, engine: 
     await answered(served, created)
     served.proxy.ctx.gate.hold("weights", 60.0)
     await asyncio.sleep(10.0)
+    engine.version = "v1"
     served.proxy.ctx.gate.release("v1")
 
 

@@ -249,6 +249,7 @@ async def test_held_calls_wait_before_render_and_go_on_at_the_release(served: Se
     assert engine.bodies("/render") == []
     health = await served.admin.health()
     assert health["held"] and health["calls_held"] == 3
+    engine.version = "k3f9-12"
     await served.admin.release("k3f9-12")
     assert [status for status, _ in await asyncio.gather(*calls)] == [200] * 3
     assert (await served.admin.health())["version"] == "k3f9-12"

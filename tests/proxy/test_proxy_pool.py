@@ -130,6 +130,28 @@ async def test_an_engine_with_other_weights_than_the_policys_is_not_asked(
     assert status == 503 and "the policy is a-10" in answer["error"]["message"]
 
 
+async def test_what_a_restarted_engine_samples_before_it_has_the_policy_is_not_used(engine: FakeEngine, serve: Serve) -> None:
+    """Alone as well, and between two looks at several: the call waits, and is sampled by the policy once control has pushed it."""
+    served = await serve(engine.url, retry=Retry(total_s=20, base_s=0.01))
+    engine.version = "a-7"
+    await served.admin.release("a-7")
+    agent, created = await served.agent()
+    await agent.ask()
+    engine.version = "default"
+    asked = len(engine.bodies("/generate"))
+    call = asyncio.create_task(agent.ask({"role": "user", "content": "go on"}))
+    await until(lambda: len(engine.bodies("/generate")) > asked)
+    await asyncio.sleep(0.1)
+    assert not call.done()
+    engine.version = "a-7"
+    await call
+    trace = await served.admin.trace(created.session_id)
+    assert [turn.metadata["weight_versions"][0][0] for turn in trace.turns] == ["a-7", "a-7"]
+    engine.version = "default"  # in a run that pushes nothing it is the policy
+    await served.admin.release("default")
+    await agent.ask({"role": "user", "content": "go on"})
+
+
 async def test_c14_a_hold_is_heard_as_a_hold_whatever_the_number_of_engines(engine: FakeEngine, second: FakeEngine, serve: Serve) -> None:
     """Calls under way wait for the release; nobody is taken for dead, and the wait is not served once per engine."""
     served = await serve(engine.url, second.url)

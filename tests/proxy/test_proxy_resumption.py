@@ -124,9 +124,11 @@ async def test_chat_capture_begins_again(serve: Serve, engine: FakeEngine) -> No
 
 async def test_sessions_keep_to_blocks_of_the_weights_they_began_under(serve: Serve, engine: FakeEngine) -> None:
     served = await serve(engine.url, salt_prefix_cache=True)
+    engine.version = "k-3"
     await served.admin.release("k-3")
     agent, created = await served.agent()
     await agent.ask()
+    engine.version = "k-4"
     await served.admin.release("k-4")
     await agent.ask({"role": "user", "content": "go on"})
     other, _ = await served.agent()
@@ -136,6 +138,7 @@ async def test_sessions_keep_to_blocks_of_the_weights_they_began_under(serve: Se
 
 
 async def test_without_the_setting_blocks_are_shared_by_all(served: Served, engine: FakeEngine) -> None:
+    engine.version = "k-3"
     await served.admin.release("k-3")
     agent, _ = await served.agent()
     await agent.ask()

@@ -127,6 +127,7 @@ async def test_from_outside_several_workers_are_one_proxy(engine: FakeEngine, tm
                 while (await admin.health())["calls_held"] < 12:
                     await asyncio.sleep(0.02)
             assert engine.requests == []
+            engine.version = "a-1"
             await admin.release("a-1")
             await asyncio.gather(*calls)
             assert (await admin.health())["version"] == "a-1"

@@ -17,7 +17,7 @@ from harness_rl.orchestrator.journal import Journal
 from harness_rl.simulate.clock import Stuck, run_virtually
 from harness_rl.simulate.engines import Engines
 from harness_rl.simulate.model import Prediction, predict
-from harness_rl.simulate.recorded import Hold, most_at_once, play_of
+from harness_rl.simulate.recorded import Hold, _probe_s, most_at_once, play_of
 from harness_rl.simulate.workload import Call, given
 
 SIMPLE = {
@@ -156,6 +156,31 @@ def test_calls_that_an_update_meets():
     # keep: batches 0 and 1 at 100 s; steps end at 140 and 180; the next two start at 140 and 180 ...
     assert keep.seconds < wait.seconds
     assert 0 < keep.staleness < 1 and wait.staleness <= 1
+
+
+def test_an_update_by_adapter_holds_and_stops_nothing():
+    """Rollouts of one long call, one step of staleness: where the engines stand for an update, calls take that much longer."""
+    section = {"simulate": {"call_s": 100, "start_s": 0, "probe_s": 5}, "rollout": {"max_staleness": 1}}
+    merged = of(**section)
+    adapter = of(**section, sync={"lora": "adapter"}, learner={"lora_rank": 8})
+    assert adapter.seconds < merged.seconds
+    # Two batches at 100 s; steps end at 130 and 165 with their updates; each batch starts with an update and takes 100 s, unheld.
+    assert adapter.staleness == pytest.approx(9 / 10)  # a call ends under the adapter that it began with
+
+
+def test_engines_that_sleep_stand_for_the_whole_step():
+    section = {"simulate": {"call_s": 100, "start_s": 0, "stopped_s": 40}, "rollout": {"max_staleness": 1}}
+    awake, asleep = of(**section), of(**section, sync={"sleep": True, "backend": "ipc"})
+    assert asleep.engines_busy == pytest.approx(1.0, abs=0.5) and asleep.seconds != awake.seconds
+    # The stop has the step of 30 s in it: an update adds what is left of it, and its proof.
+    on_policy = of(simulate={"stopped_s": 40}, sync={"sleep": True, "backend": "ipc"})
+    assert on_policy.seconds == pytest.approx(10 * (30 + 30 + 10 + 5))
+
+
+def test_what_an_update_by_adapter_took_is_read_from_the_steps():
+    steps = [{"perf/sync_load_s": 0.5, "perf/sync_s": seconds} for seconds in (2.0, 3.0)]
+    assert _probe_s([Hold(0.0, 5.0, 0.0)], [steps[0], {}, steps[1]]) == [2.0, 3.0]
+    assert _probe_s([Hold(0.0, 5.0, 1.0), Hold(9.0, 12.0, 2.0)], [{"perf/sync_s": 7.0}]) == [4.0, 1.0]
 
 
 def test_groups_without_signal_are_played_again():
