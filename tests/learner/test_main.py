@@ -197,8 +197,8 @@ async def test_the_next_batch_is_packed_off_the_training_thread_while_this_one_t
     threads: list[str] = []
     prepare, step = Trainer.prepare, Trainer.step
 
-    def watched(self: Trainer, rows: Any) -> Any:
-        found = prepare(self, rows)
+    def watched(self: Trainer, rows: Any, rollouts: int | None) -> Any:
+        found = prepare(self, rows, rollouts)
         threads.append(threading.current_thread().name)
         packed.release()
         return found
