@@ -152,7 +152,8 @@ def plot(finished: Sequence[Finished], colours: Mapping[str, str], path: Path, t
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for name, colour in colours.items():
-        seeds = [run.rewards for run in finished if run.name == name]
+        if not (seeds := [run.rewards for run in finished if run.name == name]):
+            continue
         for rewards in seeds:
             axes.plot(range(1, len(rewards) + 1), rewards, color=colour, linewidth=0.8, alpha=0.6)
         means = [mean(list(step)) for step in zip(*seeds, strict=False)]

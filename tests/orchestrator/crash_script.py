@@ -58,7 +58,7 @@ class Learner:
     async def next(self, timeout: float) -> Message:
         return await asyncio.wait_for(self.inbox.get(), timeout)
 
-    async def send_batch(self, step: int, rows: list[Any], timeout: float) -> None:
+    async def send_batch(self, step: int, rows: list[Any], timeout: float, rollouts: int | None = None) -> None:
         self.tasks.append(asyncio.create_task(self.train(step, [row.row_id for row in rows])))
 
     async def train(self, step: int, rows: list[str]) -> None:
@@ -136,7 +136,7 @@ class Factory:
 
 
 class Engine:
-    url, model, pid, info = "http://127.0.0.1:9", "policy", None, SimpleNamespace(max_model_len=1024)
+    url, model, pid, info, dtype = "http://127.0.0.1:9", "policy", None, SimpleNamespace(max_model_len=1024), "float32"
 
     def require(self, **_: object) -> None: ...
 

@@ -257,6 +257,7 @@ async def test_a_worker_comes_back_under_the_hold_on_a_handed_off_listener_too(e
                             break
                     await asyncio.sleep(0.05)
             assert engine.bodies("/render") == []
+            engine.version = "a-1"
             await admin.release("a-1")
             await asyncio.gather(*calls)
 
