@@ -240,8 +240,8 @@ class Warming:
         for name, fake in (("start_learner", start), ("_demonstrate", demonstrate), ("_measure", measure)):
             monkeypatch.setattr(warmup, name, fake)
         self.services = SimpleNamespace(
-            engine_urls=[], engine_dtype="float32", model="policy", learner_threads=1, learner_env={}, torch_python=lambda path: path, watched=watched,
-            excuse_failed_sync=None, hold=AsyncMock(), release=AsyncMock(), renew_engine=AsyncMock(),
+            engine_urls=[], engine_dtype="float32", model="policy", learner_threads=1, learner_env={}, torch_python=lambda path: path,
+            watched=watched, excuse_failed_sync=None, hold=AsyncMock(), release=AsyncMock(), renew_engine=AsyncMock(),
         )  # fmt: skip
         self.state, self.journal = RunState("a", 1), Journal(tmp_path / "journal.sqlite")
 
