@@ -29,6 +29,7 @@ from harness_rl.orchestrator.proxy_process import ProxyProcess, start_proxy
 from harness_rl.processes import Child
 from harness_rl.sandboxes.preflight import refuse_unless_able
 from harness_rl.sandboxes.reaper import audit, reap
+from harness_rl.sandboxes.scratch import reap_scratch
 from harness_rl.sessions.base import SessionServices, set_event
 from harness_rl.threads import learner_env, thread_plan
 
@@ -263,6 +264,8 @@ async def services(
         found = await asyncio.to_thread(reap)
         if found.sessions:
             state.say(f"reclaimed {found.sessions} sandboxes that an earlier run left")
+    else:
+        await asyncio.to_thread(reap_scratch)  # every run has folders for its sockets
     state.engine = "starting"
     urls = config.engine.urls
     state.say(f"connecting to {', '.join(urls)}" if urls else "starting the engine")

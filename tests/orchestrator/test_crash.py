@@ -22,6 +22,7 @@ from orchestrator.crash_script import STEPS, STOPPED
 
 from capture_proxy.store import SUFFIX, read_log
 from harness_rl.metrics import read_metrics
+from harness_rl.sandboxes.scratch import left_scratch
 
 MOMENTS = ("waiting", "training", "syncing")
 """Of the learner; rollouts run in each."""
@@ -84,6 +85,7 @@ def test_a_run_whose_control_is_killed_at_each_moment_is_resumed_and_loses_nothi
     folder = tmp_path / "a"
     for killed in lives:
         assert killed.parts and killed.left_over() == [], "the proxy dies with control"
+    assert left_scratch() == [], "folders of sockets are reclaimed by the next start"
     assert [line["step"] for line in read_metrics(folder / "metrics.jsonl")] == list(range(1, STEPS + 1))
     assert "abandoned" in failed_rollouts(folder) <= {"abandoned", "cancelled"}
     check_sums(folder)
