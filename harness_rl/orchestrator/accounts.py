@@ -13,11 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from harness_rl.errors import Fault
 from harness_rl.orchestrator.journal import DEMONSTRATION, GroupState, Journal, RolloutFate
-from harness_rl.orchestrator.runfiles import write_whole
 from harness_rl.sessions.base import StopReason
 from harness_rl.sessions.outcome import OUTCOME_FILE
+from harness_rl.wholefile import write_whole
 
 log = logging.getLogger(__name__)
 
@@ -38,14 +37,15 @@ class Accounts:
     """Every attempt, by what became of it: `trained`, `evaluated`, `demonstrated`, `waiting`, the reason for which its group was
     dropped, or the cause of its failure."""
     failures: Counter[str] = field(default_factory=Counter)
-    """The failed attempts among them, by whose fault it was. Under `model`: scored ones that a limit or the agent's time cut, which keep
-    their reward, since what a model does is never a failure of the rollout."""
+    """The failed attempts among them, by whose fault it was."""
     calls: Counter[str] = field(default_factory=Counter)
     """Every model call that a recorded session saw, by what became of it; calls that could train share their rollout's fate."""
     tokens: Counter[str] = field(default_factory=Counter)
     """Sampled tokens of recorded sessions, by the fate of their rollout."""
     rows: Counter[str] = field(default_factory=Counter)
     """Rows given to the learner in steps that count, by their state; rejected ones also by their cause."""
+    cut: int = 0
+    """Scored attempts that a limit or the agent's time ended: the model's doing, which keeps its reward and is no failure."""
     unrecorded: int = 0
     """Attempts without a record in rollouts/: their process was killed, or they failed before a session was open."""
 
@@ -62,7 +62,7 @@ def settle(journal: Journal, rollouts_dir: Path) -> Accounts:
             accounts.failures[rollout.cause.fault] += 1
         record = _record(rollouts_dir / rollout.rollout_id)
         if rollout.cause is None and record.get("stop_reason") in _CUT:
-            accounts.failures[Fault.MODEL] += 1
+            accounts.cut += 1
         capture = record.get("capture")
         if capture is None:
             accounts.unrecorded += 1

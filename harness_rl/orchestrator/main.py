@@ -39,7 +39,7 @@ from harness_rl.orchestrator.journal import Journal
 from harness_rl.orchestrator.rewards import RewardFunction, load_reward_function
 from harness_rl.orchestrator.rollout import RolloutRunner
 from harness_rl.orchestrator.run import Observer, RunResult, TrainingRun
-from harness_rl.orchestrator.runfiles import own_files, write_whole
+from harness_rl.orchestrator.runfiles import own_files
 from harness_rl.orchestrator.services import Services, services
 from harness_rl.orchestrator.warmup import Script, WarmStart, make_scripts, read_warm_start, warm_start_path, warm_up
 from harness_rl.sessions.base import SessionFactory
@@ -47,6 +47,7 @@ from harness_rl.sessions.harbor import HarborSessionFactory
 from harness_rl.viewer.closing import closing_table
 from harness_rl.viewer.panel import Panel
 from harness_rl.viewer.plot import write_reward_plot
+from harness_rl.wholefile import write_whole
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-"""A run's own files: written whole or not at all, and a disk that does not take them is the run's end by name.
+"""A run's own files on a disk that does not take them.
 
 Invariant: whichever file of the run meets a full, read-only or broken disk first, the run ends with one line that says so.
 """
@@ -15,16 +15,6 @@ from harness_rl.errors import HarnessRLError, first_error
 
 _DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG})
 """What only a disk says; a failed `write` does not tell its file."""
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Whoever dies meanwhile leaves the old file or the new one. Raises OSError."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
 
 
 @contextmanager

@@ -7,7 +7,6 @@ trace, but it is neither counted as a tool call nor taken for the conversation. 
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from capture_proxy.reasons import Reason
 from harness_rl.sessions.base import HarnessRolloutOutcome, RolloutFailure, StopReason, VerifyResult
 from harness_rl.sessions.causes import TrialFacts
 from harness_rl.sessions.history_search import search_count
+from harness_rl.wholefile import write_whole
 
 if TYPE_CHECKING:
     from capture_proxy.trace import TrainingTrace, TrainingTurn
@@ -90,8 +90,8 @@ def write_record(folder: Path, record: dict[str, Any], trace: TrainingTrace | No
     """Write `trace.bin`, where there is one, then `outcome.json`: where that exists, the trace is whole. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     if trace is not None:
-        _write(folder / TRACE_FILE, trace.to_bytes())
-    _write(folder / OUTCOME_FILE, json.dumps(record, indent=1, allow_nan=False).encode())
+        write_whole(folder / TRACE_FILE, trace.to_bytes())
+    write_whole(folder / OUTCOME_FILE, json.dumps(record, indent=1, allow_nan=False))
 
 
 def read_outcome(folder: Path) -> HarnessRolloutOutcome:
@@ -115,15 +115,6 @@ def _phase_seconds(result: Any) -> dict[str, float]:
             if timing is not None and timing.started_at is not None and timing.finished_at is not None:
                 seconds[phase] = seconds.get(phase, 0.0) + (timing.finished_at - timing.started_at).total_seconds()
     return {phase: round(value, 3) for phase, value in seconds.items()}
-
-
-def _write(path: Path, data: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
 
 
 def _message(turn: TrainingTurn) -> dict[str, Any]:

@@ -46,6 +46,8 @@ def closing_rows(
         ("sampled tokens", _with_total(accounts.tokens)),
         ("rows", _with_total(accounts.rows)),
     ]
+    if accounts.cut:
+        rows.append(("the model's", f"{accounts.cut} scored rollouts that a limit or the agent's time cut"))
     if accounts.unrecorded:
         rows.append(("without a record", f"{accounts.unrecorded} rollouts, whose calls and tokens are not counted above"))
     rows.append(("time", _seconds(metrics_lines)))

@@ -60,8 +60,7 @@ def test_metrics_rewards_and_records_are_there(finished):
         assert line["logprob_gap/tokens"] == 0 or line["logprob_gap/mean"] < 1e-4
         assert line["sync/proof_mean_abs"] < 1e-4
     accounts = json.loads((folder / "accounts.json").read_text())
-    assert accounts["rollouts"].get("trained", 0) > 0 and accounts["unrecorded"] == 0
-    assert accounts["failures"].keys() <= {"model"}, "a scored rollout that a limit cut"
+    assert (accounts["rollouts"].get("trained", 0) > 0, accounts["unrecorded"], accounts["failures"]) == (True, 0, {})
     assert [line for line in said.splitlines() if line.startswith("callback:")] == [f"callback: step {n} of 3" for n in (1, 2, 3)]
     assert "evaluated: 0.0" in said
     assert "log_completions = True has no effect: every rollout is recorded whole" in said

@@ -51,6 +51,16 @@ async def insist(agent: Agent) -> None:
         await asyncio.sleep(0.05)
 
 
+async def held(admin: ProxyClient, calls: int) -> None:
+    """Returns once so many calls are held, by workers that may have to come up first."""
+    async with asyncio.timeout(60):
+        while True:
+            with contextlib.suppress(ProxyError):  # as long as no worker is up
+                if (await admin.health())["calls_held"] == calls:
+                    return
+            await asyncio.sleep(0.05)
+
+
 def worker_pids(pid: int) -> dict[int, int]:
     """Worker's index -> its process."""
     pids = {}
@@ -186,12 +196,7 @@ async def test_a_worker_comes_back_under_the_hold_and_the_adapter_that_are_in_fo
             os.kill(pid, signal.SIGKILL)
         async with aiohttp.ClientSession() as http:
             calls = [asyncio.create_task(insist(Agent(url + "/v1", created.api_key, http))) for created in sessions]
-            async with asyncio.timeout(60):
-                while True:
-                    with contextlib.suppress(ProxyError):  # as long as no worker is up
-                        if (await admin.health())["calls_held"] == 4:
-                            break
-                    await asyncio.sleep(0.05)
+            await held(admin, 4)
             assert engine.bodies("/render") == []
             health = await admin.health()
             assert (health["version"], health["adapter"]) == ("a-3", "policy@a-3")
@@ -250,12 +255,7 @@ async def test_a_worker_comes_back_under_the_hold_on_a_handed_off_listener_too(e
         async with aiohttp.ClientSession() as http:
             agents = [Agent(place + "/v1", created.api_key, http) for place, created in zip(places, sessions, strict=True)]
             calls = [asyncio.create_task(insist(agent)) for agent in agents]
-            async with asyncio.timeout(60):
-                while True:
-                    with contextlib.suppress(ProxyError):  # as long as no worker is up
-                        if (await admin.health())["calls_held"] == 8:
-                            break
-                    await asyncio.sleep(0.05)
+            await held(admin, 8)
             assert engine.bodies("/render") == []
             engine.version = "a-1"
             await admin.release("a-1")

@@ -59,7 +59,9 @@ def test_the_closing_table_adds_up_what_was_counted() -> None:
     assert rows["groups"] == "durable 8" and rows["rollouts"] == "64: trained 62, engine 2" and rows["failed by fault"] == "ours 2"
     assert rows["rows"] == "20: trained 15, stale 5" and rows["model calls"] == "127: trained 124, late 3"
     assert rows["time"] == "steps 02:30, rollout wait 01:02"
-    assert "sampled tokens" not in rows and "without a record" not in rows
+    assert not {"sampled tokens", "the model's", "without a record"} & rows.keys()
+    accounts.cut = 3
+    assert dict(closing_rows(state, lines, {}, accounts))["the model's"] == "3 scored rollouts that a limit or the agent's time cut"
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
